@@ -1,0 +1,40 @@
+# One place to install, run and check. `make serve` and `make test` are all a fresh machine needs.
+PY ?= python3.11
+BIN := .venv/bin
+ARGS ?=
+# Where PyTorch's CPU wheels come from, for machines without a card:
+#   make serve TORCH_INDEX=<address of the CPU wheel index>
+TORCH_INDEX ?=
+PYTHON ?= $(BIN)/python
+PIP_FLAGS := -c constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+THREADS := OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
+WORKERS ?= 2
+
+.PHONY: serve test setup lint test-gpu test-triton compile-sm89 bench
+
+.venv/.ok-%: pyproject.toml constraints.txt
+	@[ "$$(uname -s)-$$(uname -m)" = Linux-x86_64 ] || { \
+	  echo "this project runs on Linux x86-64, and this is $$(uname -s) $$(uname -m)"; exit 1; }
+	test -x $(BIN)/python || $(PY) -m venv .venv
+	$(BIN)/python -m pip install -q $(PIP_FLAGS) -e '.[$*]'
+	touch $@
+
+serve: .venv/.ok-serve
+	$(BIN)/ftruntime serve $(ARGS)
+
+setup: .venv/.ok-serve .venv/.ok-serve,test
+
+lint: .venv/.ok-serve,test
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+test: lint
+	$(THREADS) $(BIN)/python -m pytest -q -n $(WORKERS) tests/ftkernels
+	$(THREADS) TRITON_INTERPRET=1 $(BIN)/python -m pytest -q -n $(WORKERS) tests/ftkernels
+	$(THREADS) $(BIN)/python -m pytest -q -n $(WORKERS) tests --ignore tests/ftkernels
+
+compile-sm89: .venv/.ok-serve,test
+	$(BIN)/python -m pytest -q -n $(WORKERS) tests/rules/test_compile_sm89.py
+
+test-gpu:
+	$(PYTHON) -m pytest -q -p no:cacheprovider tests/ftkernels

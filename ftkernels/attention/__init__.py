@@ -1,0 +1,1 @@
+"""Attention, its compressors and its pools."""

@@ -1,0 +1,99 @@
+"""The one switch: reference, interpreter or GPU. No other file asks where it runs.
+
+Imported before every kernel module, since Triton fixes interpretation when a kernel is decorated.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+
+INTERPRET = tl.constexpr(bool(triton.knobs.runtime.interpret))
+"""For inline assembly inside kernels only."""
+
+_INTERPRETED = bool(triton.knobs.runtime.interpret)
+_ENV_AT_IMPORT = os.environ.get("TRITON_INTERPRET")
+_OLDEST_CAPABILITY = (8, 9)
+_TESTED_TRITON = ((3, 6), (3, 9))
+
+if _INTERPRETED:
+    from ftkernels.testing import interp_fix
+
+    interp_fix.apply(check_bounds=True, poison=True)
+
+
+class UnsupportedDeviceError(RuntimeError):
+    """The device is too old for the kernels; the reference path still works."""
+
+
+def _backend_setting() -> str | None:
+    value = os.environ.get("FTKERNELS_BACKEND")
+    if value not in (None, "", "reference"):
+        raise ValueError(f"FTKERNELS_BACKEND is {value!r}, expected 'reference' or unset")
+    return value or None
+
+
+_REFERENCE_ALWAYS = _backend_setting() == "reference"
+
+
+def _check_triton() -> None:
+    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
+    if version < _TESTED_TRITON[0]:
+        raise ImportError(f"triton is {triton.__version__}, expected 3.6 to 3.9")
+
+
+_check_triton()
+
+
+def interpreted() -> bool:
+    """Whether kernels run in Triton's interpreter in this process."""
+    return _INTERPRETED
+
+
+def use_reference(x: torch.Tensor) -> bool:
+    """Whether the op called with `x` runs its plain-torch reference; asked once per op, after its checks.
+
+    Raises:
+        UnsupportedDeviceError: a CUDA device below capability 8.9.
+        RuntimeError: `TRITON_INTERPRET` was changed after import.
+    """
+    if _REFERENCE_ALWAYS:
+        return True
+    kind = x.device.type
+    if kind == "cpu":
+        if os.environ.get("TRITON_INTERPRET") != _ENV_AT_IMPORT:
+            raise RuntimeError(
+                "TRITON_INTERPRET was changed after ftkernels was imported, expected it to be set before"
+            )
+        return not _INTERPRETED
+    if kind == "cuda":
+        _check_capability(x.device.index)
+        return False
+    if kind == "meta":
+        return False
+    raise UnsupportedDeviceError(
+        f"device is {x.device}, expected cuda, cpu or meta; FTKERNELS_BACKEND=reference runs anywhere"
+    )
+
+
+@lru_cache(maxsize=None)
+def _check_capability(index: int) -> None:
+    capability = torch.cuda.get_device_capability(index)
+    if capability < _OLDEST_CAPABILITY:
+        raise UnsupportedDeviceError(
+            f"device cuda:{index} ({torch.cuda.get_device_name(index)}) has capability "
+            f"{capability[0]}.{capability[1]}, expected 8.9 or newer; "
+            "FTKERNELS_BACKEND=reference runs the plain-torch path"
+        )
+
+
+def on_device(x: torch.Tensor) -> contextlib.AbstractContextManager[object]:
+    """Makes the device of `x` current while a kernel is launched."""
+    if x.device.type == "cuda":
+        return torch.cuda.device(x.device)
+    return contextlib.nullcontext()

@@ -1,0 +1,123 @@
+"""Uniform refusals: `<op>: <argument> is <value>, expected <what>`. Messages are built only on failure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+INTS = (torch.int32, torch.int64)
+Shape = Sequence[int | None]
+
+
+def require(condition: bool, message: str | Callable[[], str]) -> None:
+    """Raise `ValueError` unless `condition`; pass a function where the message costs something to build."""
+    if not condition:
+        raise ValueError(message if isinstance(message, str) else message())
+
+
+def dtype(op: str, name: str, x: object, dtypes: Sequence[torch.dtype]) -> None:
+    """Raise `TypeError` unless `x` is a tensor of one of `dtypes`."""
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{op}: {name} is {type(x).__name__}, expected a tensor")
+    if x.dtype not in dtypes:
+        wanted = ", ".join(str(d).removeprefix("torch.") for d in dtypes)
+        raise TypeError(f"{op}: {name} is {str(x.dtype).removeprefix('torch.')}, expected {wanted}")
+
+
+def shape(op: str, name: str, x: torch.Tensor, dims: Shape, text: str) -> None:
+    """Raise `ValueError` unless `x` has these sizes (None: any); `text` is the shape in words, `[T, K]`."""
+    sizes = x.shape
+    if len(sizes) != len(dims) or any(d is not None and d != s for d, s in zip(dims, sizes)):
+        known = ", ".join("?" if d is None else str(d) for d in dims)
+        raise ValueError(f"{op}: {name} is {tuple(sizes)}, expected {text} = [{known}]")
+
+
+def last_contiguous(op: str, name: str, x: torch.Tensor) -> None:
+    """Raise `ValueError` unless the last dimension is contiguous; the others are free."""
+    if x.ndim and x.shape[-1] > 1 and x.stride(-1) != 1:
+        raise ValueError(
+            f"{op}: {name} is {tuple(x.shape)} with strides {x.stride()}, "
+            "expected a contiguous last dimension"
+        )
+
+
+def device(op: str, name: str, x: torch.Tensor, like: torch.Tensor) -> None:
+    """Raise `ValueError` unless `x` is on the device of `like`."""
+    if x.device != like.device:
+        raise ValueError(f"{op}: {name} is on {x.device}, expected {like.device}")
+
+
+def tensor(
+    op: str, name: str, x: object, dtypes: Sequence[torch.dtype], dims: Shape, text: str,
+    like: torch.Tensor | None = None,
+) -> None:  # fmt: skip
+    """All of the above for one input."""
+    dtype(op, name, x, dtypes)
+    assert isinstance(x, torch.Tensor)
+    shape(op, name, x, dims, text)
+    last_contiguous(op, name, x)
+    if like is not None:
+        device(op, name, x, like)
+
+
+def output(
+    op: str, out: torch.Tensor | None, size: Sequence[int], *, like: torch.Tensor,
+    dtype: torch.dtype | None = None, name: str = "out", may_alias: bool = False,
+    inputs: Sequence[torch.Tensor | None] = (),
+) -> torch.Tensor:  # fmt: skip
+    """`out` after checking it, or a new tensor of `size` on the device of `like`.
+
+    Args:
+        dtype: element type, that of `like` when omitted.
+        may_alias: whether `out` may be `like` itself; partial overlap is always refused.
+        inputs: further tensors that `out` must not overlap.
+
+    Raises:
+        TypeError: `out` is not a tensor or has another dtype.
+        ValueError: shape, stride or device differ, or `out` overlaps an input.
+    """
+    wanted = dtype or like.dtype
+    if out is None:
+        return torch.empty(tuple(size), dtype=wanted, device=like.device)
+    tensor(op, name, out, (wanted,), size, "the result's shape", like)
+    for source in (like, *inputs):
+        if source is None or not overlaps(out, source):
+            continue
+        same = out.data_ptr() == source.data_ptr() and out.stride() == source.stride()
+        require(
+            may_alias and same and source is like,
+            f"{op}: {name} is overlapping an input in memory, expected "
+            + ("the input itself or memory of its own" if may_alias else "memory of its own"),
+        )
+    return out
+
+
+def overlaps(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether the memory spans of two tensors meet (meta tensors: never)."""
+    if a.device.type == "meta" or a.device != b.device or not a.numel() or not b.numel():
+        return False
+    (a0, a1), (b0, b1) = _span(a), _span(b)
+    return a0 < b1 and b0 < a1
+
+
+def _span(x: torch.Tensor) -> tuple[int, int]:
+    last = sum((n - 1) * s for n, s in zip(x.shape, x.stride()))
+    return x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size()
+
+
+def scratch(op: str, scratch: torch.Tensor | None, num_bytes: int, like: torch.Tensor) -> torch.Tensor:
+    """`scratch` after checking it, or a new zeroed one of `num_bytes`."""
+    if scratch is None:
+        return torch.zeros(num_bytes, dtype=torch.uint8, device=like.device)
+    tensor(op, "scratch", scratch, (torch.uint8,), (None,), "[bytes]", like)
+    require(
+        scratch.numel() >= num_bytes,
+        f"{op}: scratch is {scratch.numel()} bytes, expected at least {num_bytes}",
+    )
+    require(
+        scratch.device.type == "meta" or scratch.data_ptr() % 16 == 0,
+        f"{op}: scratch is not 16-byte aligned, expected a 16-byte aligned tensor",
+    )
+    return scratch

@@ -1,0 +1,149 @@
+"""SwiGLU with clamp: ``out = silu(min(gate, limit)) * clamp(up, -limit, limit) * weight``.
+
+Layout: ``gate_up`` holds gate in columns ``[0, I)`` and up in ``[I, 2*I)``.
+Numerics: both halves are widened to fp32; the product, route weight included, is rounded once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from ftkernels import backend, check, config
+from ftkernels.spec import Case, Inputs, KernelSpec
+from ftkernels.target import Target
+from ftkernels.testing import randn
+
+
+def swiglu_clamp(
+    gate_up: torch.Tensor, *, limit: float, weights: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """Activate the hidden state of routed or shared experts.
+
+    Args:
+        gate_up: ``[T, 2*I]``, bf16/fp16/fp32, last dimension contiguous; rows may be strided.
+        limit: clamp bound in activation units, ``>= 0``; 0 means no clamp (DeepSeek-V4-Flash: 10.0).
+        weights: ``[T]`` fp32 route weights, multiplied before the rounding.
+        out: ``[T, I]`` in ``gate_up.dtype``, not aliasing it; allocated when omitted.
+
+    Returns:
+        ``out``; with ``T == 0`` nothing is launched.
+
+    Raises:
+        TypeError: unsupported dtype.
+        ValueError: shape, stride or limit outside the contract.
+
+    Graph-safe when ``out`` is given: no allocation, no host sync.
+    """
+    out = _checked(gate_up, limit, weights, out)
+    num_tokens, inter = out.shape
+    if num_tokens == 0 or inter == 0:
+        return out
+    if backend.use_reference(gate_up):
+        return swiglu_clamp_reference(gate_up, limit=limit, weights=weights, out=out)
+    cfg = config.lookup("swiglu_clamp", {"T": num_tokens, "I": inter}, default_config, grows="T")
+    with backend.on_device(gate_up):
+        _swiglu_clamp_kernel[(num_tokens, triton.cdiv(inter, cfg.block_i))](
+            gate_up, gate_up.stride(0),
+            weights, 0 if weights is None else weights.stride(0),
+            out, out.stride(0),
+            inter, limit if limit > 0 else float("inf"),
+            HAS_WEIGHTS=weights is not None, BLOCK_I=cfg.block_i, num_warps=cfg.num_warps,
+        )  # fmt: skip
+    return out
+
+
+def _checked(
+    gate_up: torch.Tensor, limit: float, weights: torch.Tensor | None, out: torch.Tensor | None
+) -> torch.Tensor:
+    op = "swiglu_clamp"
+    check.tensor(op, "gate_up", gate_up, check.FLOATS, (None, None), "[T, 2*I]")
+    check.require(
+        gate_up.shape[1] % 2 == 0,
+        lambda: f"{op}: gate_up is {tuple(gate_up.shape)}, expected [T, 2*I] with an even last size",
+    )
+    check.require(limit >= 0, lambda: f"{op}: limit is {limit}, expected >= 0")
+    if weights is not None:
+        check.dtype(op, "weights", weights, (torch.float32,))
+        check.shape(op, "weights", weights, (gate_up.shape[0],), "[T]")
+        check.device(op, "weights", weights, gate_up)
+    size = (gate_up.shape[0], gate_up.shape[1] // 2)
+    return check.output(op, out, size, like=gate_up, inputs=(weights,))
+
+
+def swiglu_clamp_reference(
+    gate_up: torch.Tensor, *, limit: float, weights: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """The definition in plain torch, sharing nothing with the kernel."""
+    out = _checked(gate_up, limit, weights, out)
+    bound = limit if limit > 0 else float("inf")
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    activated = torch.nn.functional.silu(gate.clamp(max=bound)) * up.clamp(-bound, bound)
+    if weights is not None:
+        activated = activated * weights[:, None]
+    return out.copy_(activated)
+
+
+@dataclass(frozen=True)
+class SwigluConfig:
+    block_i: int
+    num_warps: int
+
+
+def default_config(key: Case) -> SwigluConfig:
+    """Used when no tuned entry fits: one row per program, at most 1024 columns."""
+    return SwigluConfig(block_i=min(1024, triton.next_power_of_2(key["I"])), num_warps=4)
+
+
+def candidates(key: Case, target: Target) -> Iterable[SwigluConfig]:
+    for block_i in (256, 512, 1024, 2048):
+        for num_warps in (1, 2, 4, 8):
+            if block_i <= 2 * key["I"] and block_i >= 32 * num_warps:
+                yield SwigluConfig(block_i, num_warps)
+
+
+@triton.jit
+def _swiglu_clamp_kernel(
+    gate_up_ptr, stride_gt,  # [T, 2*I]
+    weights_ptr, stride_wt,  # [T]
+    out_ptr, stride_ot,  # [T, I]
+    I, limit,
+    HAS_WEIGHTS: tl.constexpr, BLOCK_I: tl.constexpr,
+):  # fmt: skip
+    pid_t = tl.program_id(0).to(tl.int64)
+    offs_i = tl.program_id(1) * BLOCK_I + tl.arange(0, BLOCK_I)
+    mask_i = offs_i < I
+    gate_ptrs = gate_up_ptr + pid_t * stride_gt + offs_i
+    gate = tl.load(gate_ptrs, mask=mask_i, other=0.0).to(tl.float32)
+    up = tl.load(gate_ptrs + I, mask=mask_i, other=0.0).to(tl.float32)
+    # the model clamps gate from above only
+    gate = tl.minimum(gate, limit)
+    up = tl.minimum(tl.maximum(up, -limit), limit)
+    out = gate * tl.sigmoid(gate) * up
+    if HAS_WEIGHTS:
+        out *= tl.load(weights_ptr + pid_t * stride_wt)
+    tl.store(out_ptr + pid_t * stride_ot + offs_i, out.to(out_ptr.dtype.element_ty), mask=mask_i)
+
+
+def _inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
+    gate_up = randn(case["T"], 2 * case["I"], dtype=torch.bfloat16, device=device, scale=8.0, seed=seed)
+    weights = randn(case["T"], device=device, seed=seed + 1)
+    return (gate_up,), {"limit": 10.0, "weights": weights}
+
+
+SPEC = KernelSpec(
+    op=swiglu_clamp, reference=swiglu_clamp_reference, default=default_config, candidates=candidates,
+    cases=(
+        {"name": "small", "T": 7, "I": 100},
+        {"name": "flash-tp1", "T": 3456, "I": 2048},
+        {"name": "flash-tp8", "T": 3456, "I": 256},
+    ),
+    inputs=_inputs, tolerance=8e-3, grows="T",
+    bytes_moved=lambda case: 3 * case["T"] * case["I"] * 2,
+)  # fmt: skip

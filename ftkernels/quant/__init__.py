@@ -1,0 +1,1 @@
+"""Number formats: FP8, FP4, their scales and rotations."""

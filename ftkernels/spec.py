@@ -1,0 +1,99 @@
+"""One record per op, read by tests, benches and the tuner."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from ftkernels.target import Target
+
+Case = Mapping[str, Any]
+Inputs = tuple[tuple[Any, ...], dict[str, Any]]
+
+COUNTER_BYTES = 64 * 1024
+"""Head of every scratch tensor: counters, zero before and after each op."""
+
+
+def _no_candidates(key: Case, target: Target) -> Iterable[object]:
+    return ()
+
+
+def _one(case: Case) -> int:
+    return 1
+
+
+@dataclass(frozen=True)
+class KernelSpec:
+    """What there is to know about an op besides its code.
+
+    Args:
+        op, reference: the public function and its plain-torch twin of the same signature.
+        default: config for a key when no tuned entry fits; None for reference-only ops.
+        candidates: `(key, target) -> configs` the tuner may try.
+        cases: sizes by name, the model's own among them.
+        inputs: `(case, *, device, seed) -> (args, kwargs)` of a call of `op`; works on meta.
+        tolerance: largest error against the reference, relative to the row's largest value.
+        bytes_moved, flops: useful work of a case.
+        launches: kernel launches of a case.
+        grows: the key field that is bucketed, "" when none is.
+        scratch: bytes of scratch as a pure function of sizes, None when the op takes none.
+        kernel: False while the op has only its reference.
+    """
+
+    op: Callable[..., Any]
+    reference: Callable[..., Any]
+    cases: tuple[Case, ...]
+    inputs: Callable[..., Inputs]
+    bytes_moved: Callable[[Case], int]
+    default: Callable[[Any], object] | None = None
+    candidates: Callable[[Any, Target], Iterable[object]] = _no_candidates
+    tolerance: float = 0.0
+    flops: Callable[[Case], int] = lambda case: 0
+    launches: Callable[[Case], int] = _one
+    grows: str = ""
+    scratch: Callable[..., int] | None = None
+    kernel: bool = True
+
+    @property
+    def name(self) -> str:
+        return self.op.__name__
+
+
+MODULES = (
+    "quant.act_quant", "quant.weight_quant", "quant.round_trip", "quant.pack", "quant.hadamard",
+    "norm.rms_norm", "rope.rope",
+    "linear.embed", "linear.linear", "linear.fp8_linear", "linear.grouped_linear",
+    "moe.router", "moe.hash_router", "moe.align", "moe.gemm_fp4", "moe.gemv_fp4", "moe.swiglu",
+    "moe.combine", "moe.moe_fp4",
+    "attention.kv_store", "attention.compressor", "attention.indexer", "attention.prefill",
+    "attention.decode", "attention.merge",
+    "mhc.pre", "mhc.post", "mhc.head",
+    "sampling.sample", "sampling.logprobs", "sampling.adjust",
+)  # fmt: skip
+
+
+@lru_cache(maxsize=1)
+def registry() -> tuple[KernelSpec, ...]:
+    """The KernelSpec of every op, reference-only ones too (`kernel=False`)."""
+    specs: list[KernelSpec] = []
+    for name in MODULES:
+        module = importlib.import_module(f"ftkernels.{name}")
+        specs.extend(getattr(module, "SPECS", None) or (module.SPEC,))
+    return tuple(specs)
+
+
+def scratch_bytes(op: str, **dims: int) -> int:
+    """Bytes of `scratch` that `op` needs for these sizes; a pure function.
+
+    Raises:
+        ValueError: no such op, or the op takes no scratch.
+    """
+    for spec in registry():
+        if spec.name == op:
+            if spec.scratch is None:
+                raise ValueError(f"scratch_bytes: op is {op!r}, expected an op that takes scratch")
+            return spec.scratch(**dims)
+    raise ValueError(f"scratch_bytes: op is {op!r}, expected the name of an op")

@@ -1,0 +1,66 @@
+"""Lanes: plain (reference), TRITON_INTERPRET=1 (kernels interpreted), and a card when there is one."""
+
+from __future__ import annotations
+
+import os
+
+# one thread, before torch or triton is imported: two threads on a busy small machine are far slower
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+torch.set_num_threads(1)
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+HAS_GPU = not INTERPRETED and torch.cuda.is_available()
+
+
+@pytest.fixture(scope="session")
+def device() -> str:
+    return "cuda" if HAS_GPU else "cpu"
+
+
+@pytest.fixture(scope="session")
+def lane() -> str:
+    return "gpu" if HAS_GPU else "interpreter" if INTERPRETED else "reference"
+
+
+@pytest.fixture
+def run(lane: str) -> Callable[..., Any]:
+    """Calls an op and asserts that its kernel was launched, except in the reference lane."""
+    from ftkernels.testing import count_launches
+
+    def call(op: Callable[..., Any], *args: Any, launched: bool = True, **kwargs: Any) -> Any:
+        with count_launches() as launches:
+            result = op(*args, **kwargs)
+        expected = launched and lane != "reference"
+        assert bool(launches) == expected, f"{op.__name__} launched {launches} in the {lane} lane"
+        return result
+
+    return call
+
+
+@pytest.fixture(autouse=True)
+def _poison(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Outputs start as NaN in every kernel test."""
+    if "ftkernels" not in request.path.parts:
+        yield
+        return
+    from ftkernels.testing import nan_poison
+
+    with nan_poison():
+        yield
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if HAS_GPU:
+        return
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA card"))
