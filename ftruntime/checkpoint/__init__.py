@@ -1,0 +1,1 @@
+"""The official checkpoint directory: expected tensors, index and headers, validated loading."""
