@@ -1,0 +1,1 @@
+"""Paged KV: bookkeeping without torch (`pages`, `layout`, `manager`); tensors in `storage`."""
