@@ -1,6 +1,7 @@
 """The shape of a checkpoint as data: the official ``config.json`` fields, checked for consistency.
 
-Every refusal is one ``ValueError`` sentence: ``<file>: <field> is <value>, expected <what>``. No torch here.
+Every refusal is one ``ValueError`` sentence: ``<file>: <field> is <value>, expected <what>``. No
+torch here.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ SCORING_FUNCS: Final = ("sqrtsoftplus",)
 # input width of an FP4 matrix comes in scale groups of this many channels
 FP4_GROUP: Final = 32
 
-# fields without influence on the arithmetic here, as long as they hold the one value the model was trained with
+# the arithmetic here is right for these values only; absent fields mean the same
 _FIXED: Final[Mapping[str, tuple[object, ...]]] = {
     "model_type": ("deepseek_v4",),
     "num_key_value_heads": (1,),
@@ -41,7 +42,9 @@ _INT_FIELDS: Final = (
     "index_topk", "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size",
     "num_hash_layers", "hc_mult", "hc_sinkhorn_iters", "max_position_embeddings", "bos_token_id",
 )  # fmt: skip
-_FLOAT_FIELDS: Final = ("routed_scaling_factor", "swiglu_limit", "rope_theta", "compress_rope_theta")
+_FLOAT_FIELDS: Final = (
+    "routed_scaling_factor", "swiglu_limit", "rope_theta", "compress_rope_theta",
+)  # fmt: skip
 _INT_DEFAULTS: Final[Mapping[str, int]] = {"sliding_window": WINDOW_TOKENS, "n_shared_experts": 1}
 _FLOAT_DEFAULTS: Final[Mapping[str, float]] = {"hc_eps": 1e-6, "rms_norm_eps": 1e-6}
 _STR_DEFAULTS: Final[Mapping[str, str]] = {"scoring_func": "sqrtsoftplus", "expert_dtype": "fp4"}
@@ -61,9 +64,9 @@ class YarnConfig:
 class ModelConfig:
     """Sizes and constants of one DeepSeek-V4 checkpoint, under the names of its ``config.json``.
 
-    ``compress_ratios`` has one entry a layer (the entries of draft layers are gone), each 0, 4 or 128.
-    ``eos_token_ids`` holds the one or several ``eos_token_id`` of the file. ``source`` is the file that
-    error sentences name.
+    ``compress_ratios`` has one entry a layer (the entries of draft layers are gone), each 0, 4 or
+    128. ``eos_token_ids`` holds the one or several ``eos_token_id`` of the file. ``source`` is the
+    file that error sentences name.
 
     Raises:
         ValueError: a value outside its range, or two values that contradict each other.
@@ -119,7 +122,7 @@ class ModelConfig:
 
     @staticmethod
     def from_dict(data: Mapping[str, object], *, source: str = "config.json") -> ModelConfig:
-        """Read the parsed ``config.json``; unknown fields are ignored, absent ones without a default refused."""
+        """Read a parsed ``config.json``; unknown fields are ignored, absent ones mostly refused."""
         return _parse(data, source)
 
     @staticmethod
@@ -167,13 +170,15 @@ _PUBLISHED: Final[Mapping[str, object]] = {
 }  # fmt: skip
 _SHAPES: Final[Mapping[str, Mapping[str, object]]] = {
     "flash": {
-        "hidden_size": 4096, "num_hidden_layers": 43, "num_attention_heads": 64, "q_lora_rank": 1024,
-        "o_groups": 8, "index_topk": 512, "n_routed_experts": 256, "moe_intermediate_size": 2048,
+        "hidden_size": 4096, "num_hidden_layers": 43, "num_attention_heads": 64,
+        "q_lora_rank": 1024, "o_groups": 8, "index_topk": 512, "n_routed_experts": 256,
+        "moe_intermediate_size": 2048,
         "routed_scaling_factor": 1.5, "compress_ratios": [0, 0, *[4, 128] * 20, 4, 0],
     },
     "pro": {
-        "hidden_size": 7168, "num_hidden_layers": 61, "num_attention_heads": 128, "q_lora_rank": 1536,
-        "o_groups": 16, "index_topk": 1024, "n_routed_experts": 384, "moe_intermediate_size": 3072,
+        "hidden_size": 7168, "num_hidden_layers": 61, "num_attention_heads": 128,
+        "q_lora_rank": 1536, "o_groups": 16, "index_topk": 1024, "n_routed_experts": 384,
+        "moe_intermediate_size": 3072,
         "routed_scaling_factor": 2.5, "compress_ratios": [128, *[128, 4] * 30, 0],
     },
 }  # fmt: skip
@@ -194,7 +199,9 @@ def _parse(data: Mapping[str, object], source: str) -> ModelConfig:
     ratios = reader.integers("compress_ratios")
     if len(ratios) < num_layers:
         reader.refuse(
-            "compress_ratios", f"{len(ratios)} entries", f"at least num_hidden_layers ({num_layers})"
+            "compress_ratios",
+            f"{len(ratios)} entries",
+            f"at least num_hidden_layers ({num_layers})",
         )
     parts: dict[str, object] = {
         **ints, **floats, **strings,
@@ -231,7 +238,11 @@ class _Reader:
 
     def number(self, name: str, default: float | None = None) -> float:
         value = self.get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or not math.isfinite(value)
+        ):
             self.refuse(name, value, "a finite number")
         return float(value)
 
@@ -295,12 +306,12 @@ def _check_values(config: ModelConfig) -> None:
     for name in ("hc_eps", "rms_norm_eps", "routed_scaling_factor"):
         _require(config, name, getattr(config, name) > 0, "a number above 0")
     for name in ("hidden_size", "moe_intermediate_size", "index_head_dim"):
-        _require(
-            config, name, getattr(config, name) % FP4_GROUP == 0, f"a multiple of {FP4_GROUP}"
-        )
+        _require(config, name, getattr(config, name) % FP4_GROUP == 0, f"a multiple of {FP4_GROUP}")
     _require(config, "sliding_window", config.sliding_window == WINDOW_TOKENS, str(WINDOW_TOKENS))
     _require(config, "n_shared_experts", config.n_shared_experts == 1, "1")
-    _require(config, "scoring_func", config.scoring_func in SCORING_FUNCS, " or ".join(SCORING_FUNCS))
+    _require(
+        config, "scoring_func", config.scoring_func in SCORING_FUNCS, " or ".join(SCORING_FUNCS)
+    )
     _require(config, "expert_dtype", config.expert_dtype == "fp4", "'fp4'")
     size = config.index_head_dim
     _require(config, "index_head_dim", size & (size - 1) == 0, "a power of two")
@@ -334,7 +345,10 @@ def _check_consistency(config: ModelConfig) -> None:
         f"at most num_hidden_layers ({layers})",
     )  # fmt: skip
     _require(
-        config, "bos_token_id", 0 <= config.bos_token_id < vocab, f"an id below vocab_size ({vocab})"
+        config,
+        "bos_token_id",
+        0 <= config.bos_token_id < vocab,
+        f"an id below vocab_size ({vocab})",
     )
     if not config.eos_token_ids or any(not 0 <= i < vocab for i in config.eos_token_ids):
         shown = list(config.eos_token_ids)

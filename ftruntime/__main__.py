@@ -1,0 +1,7 @@
+"""``python -m ftruntime`` is the ``ftruntime`` command."""
+
+from __future__ import annotations
+
+from ftruntime.cli import main
+
+main()

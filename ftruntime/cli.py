@@ -1,0 +1,310 @@
+"""The ``ftruntime`` command: serve, inspect, make-demo.
+
+Data goes to stdout, logs and refusals to stderr. Exit codes: 0 fine, 1 failed, 2 a wrong command
+line. Every refusal is one sentence. Heavy imports wait until the command line is known to be right.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import json
+import logging
+import os
+import platform
+import socket
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import NoReturn
+
+import click
+
+from ftruntime import inspect as inspection
+from ftruntime import log
+from ftruntime.config import RuntimeConfig, check_servable, inactive_flags
+from ftruntime.facts import probe
+from ftruntime.flags import flag_name
+from ftruntime.model.config import ModelConfig
+from ftruntime.options import flag_options, read_config
+from ftruntime.plan import DeviceFacts, NotEnoughMemoryError, Plan, resolve
+
+_DISTRIBUTION = "ftkernels"
+_FAILED, _USAGE, _INTERRUPTED = 1, 2, 130
+
+_logger = logging.getLogger(__name__)
+
+
+class Failure(click.ClickException):
+    """Ends the command with one sentence on stderr and an exit code."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code  # type: ignore[misc]
+
+
+class _Group(click.Group):
+    """A command group whose refusals are one sentence, without click's usage lines around it."""
+
+    def main(  # type: ignore[override]
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        windows_expand_args: bool = True,
+        **extra: object,
+    ) -> object:
+        try:
+            code = super().main(
+                args, prog_name or "ftruntime", complete_var, standalone_mode=False, **extra
+            )
+        except click.exceptions.NoArgsIsHelpError as error:
+            click.echo(error.ctx.get_help() if error.ctx else "", err=True)
+            code = _USAGE
+        except click.ClickException as error:
+            click.echo(error.format_message(), err=True)
+            code = error.exit_code
+        except (click.Abort, KeyboardInterrupt):
+            code = _INTERRUPTED
+        if not standalone_mode:
+            return code
+        sys.exit(code if isinstance(code, int) else 0)
+
+
+@contextlib.contextmanager
+def _refusals(exit_code: int) -> Iterator[None]:
+    """Refusals raised inside end the command with this code; anything else is a bug and shows
+    where it is.
+    """
+    try:
+        yield
+    except NotEnoughMemoryError as error:
+        raise Failure(str(error), _FAILED) from error
+    except (ValueError, OSError) as error:
+        raise Failure(str(error), exit_code) from error
+
+
+def version() -> str:
+    """Version of the installed distribution."""
+    try:
+        return importlib.metadata.version(_DISTRIBUTION)
+    except importlib.metadata.PackageNotFoundError:
+        return "0+unknown"
+
+
+@click.group(
+    cls=_Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120}
+)
+@click.version_option(version(), prog_name="ftruntime")
+def main() -> None:
+    """Serve DeepSeek-V4 models."""
+
+
+@main.command()
+@click.argument("model_dir", metavar="[MODEL]", required=False)
+@flag_options
+def serve(model_dir: str | None, **params: str | bool | None) -> int | None:
+    """Serve MODEL, a checkpoint directory, over HTTP; without one, a demo checkpoint is made and
+    cached.
+    """
+    with _refusals(_USAGE):
+        config = read_config(params, model_dir)
+        check_servable(config)
+        facts = probe(config.device)
+    log.setup()
+    _check_platform()
+    if config.model is None:
+        config = _with_demo(config)
+    shape = _checkpoint_shape(config)
+    with _refusals(_USAGE):
+        plan = resolve(config, shape, facts)
+    with _refusals(_FAILED):
+        check_port_free(config.host, config.port)
+    _log_plan(config, facts, plan)
+    with _refusals(_FAILED):
+        return _run(config)
+
+
+def _run(config: RuntimeConfig) -> int | None:
+    """Hand over to the HTTP front; returns when the server has shut down."""
+    try:
+        from ftruntime.server.bridge import Bridge
+        from ftruntime.server.serve import run_server
+        from ftruntime.tokenizer.chat import ChatFormat
+        from ftruntime.tokenizer.tokenizer import Tokenizer
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.startswith("ftruntime"):
+            raise
+        sentence = f"{error.name} is not installed, expected: pip install '{_DISTRIBUTION}[serve]'"
+        raise Failure(sentence, _FAILED) from error
+    directory = Path(str(config.model))
+    tokenizer, chat = Tokenizer.from_dir(directory), ChatFormat.from_dir(directory)
+    # the engine has no use for the key
+    engine_config = replace(config, api_key=None).to_dict()
+    client = Bridge(engine_config, stall_timeout_s=config.stall_timeout_s)
+    return run_server(config, client, tokenizer, chat)
+
+
+@main.command()
+@click.argument("model_dir", metavar="[MODEL]", required=False)
+@click.option("--cards", metavar="N", help=inspection.CARDS.help_line)
+@click.option("--card-gib", metavar="F", help=inspection.CARD_GIB.help_line)
+@click.option("--json", "as_json", is_flag=True, help="One JSON value instead of a table.")
+@flag_options
+def inspect(
+    model_dir: str | None,
+    cards: str | None,
+    card_gib: str | None,
+    as_json: bool,
+    **params: str | bool | None,
+) -> None:
+    """Show what the flags resolve to for MODEL (a directory, flash or pro), without starting."""
+    with _refusals(_USAGE):
+        config, facts = inspection.machine(read_config(params, model_dir), cards, card_gib)
+    log.setup()
+    if config.model is None or config.model in inspection.BUILTIN_MODELS:
+        with _refusals(_USAGE):
+            shape = inspection.shape_of(config.model)
+    else:
+        shape = _checkpoint_shape(config)
+    with _refusals(_USAGE):
+        plan = resolve(config, shape, facts, strict=False)
+    _log_lines(plan.notes, plan.warnings)
+    if not plan.fits:
+        _logger.warning(
+            "plan does not fit needed_bytes=%d budget_bytes=%d", plan.total_bytes, plan.budget_bytes
+        )
+    values = inspection.report(str(config.model), config, plan)
+    if as_json:
+        click.echo(json.dumps(values))
+    else:
+        inspection.print_table(values, sys.stdout)
+
+
+@main.command("make-demo")
+@click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
+@click.option(
+    "--seed", type=click.IntRange(min=0), default=0, help="Seed of all weights. [default: 0]"
+)
+@click.option(
+    "--preset", default="small", help="small (head 128) or tiny (head 64). [default: small]"
+)
+@click.option("--force", is_flag=True, help="Replace a demo checkpoint that is already there.")
+def make_demo(directory: Path, seed: int, preset: str, force: bool) -> None:
+    """Write a tiny random checkpoint in the official format to DIR."""
+    log.setup()
+    with _refusals(_FAILED):
+        try:
+            _write_demo(directory, seed=seed, preset=preset, force=force)
+        except FileExistsError as error:
+            raise Failure(str(error), _USAGE) from error
+        except ValueError as error:
+            raise Failure(f"--preset is {preset}: {error}", _USAGE) from error
+    click.echo(str(directory))
+
+
+def _write_demo(
+    directory: Path, *, seed: int = 0, preset: str = "small", force: bool = False
+) -> None:
+    from ftruntime import demo
+
+    with _progress(f"writing {directory}") as progress:
+        demo.make_demo(directory, seed=seed, preset=preset, force=force, progress=progress)
+
+
+@contextlib.contextmanager
+def _progress(title: str) -> Iterator[Callable[[str, float], None] | None]:
+    """A bar on a terminal, nothing elsewhere."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield None
+        return
+    with Progress(console=console, transient=True) as bar:
+        task = bar.add_task(title, total=1.0)
+        yield lambda name, share: bar.update(task, completed=share, description=f"{title} {name}")
+
+
+def demo_directory() -> Path:
+    """Where the cached demo checkpoint of this version lies: under XDG_CACHE_HOME, else
+    ``~/.cache``.
+    """
+    root = os.environ.get("XDG_CACHE_HOME", "")
+    base = Path(root) if os.path.isabs(root) else Path.home() / ".cache"
+    return base / "ftruntime" / f"demo-{version()}"
+
+
+def _with_demo(config: RuntimeConfig) -> RuntimeConfig:
+    directory = demo_directory()
+    if not (directory / "config.json").is_file():
+        _logger.info("no model given, writing a demo checkpoint path=%s", directory)
+        with _refusals(_FAILED):
+            try:
+                _write_demo(directory)
+            except FileExistsError:
+                # another server made it meanwhile: it appears whole or not at all
+                if not (directory / "config.json").is_file():
+                    raise
+    return replace(config, model=str(directory))
+
+
+def _checkpoint_shape(config: RuntimeConfig) -> ModelConfig:
+    directory = Path(str(config.model))
+    if not directory.is_dir():
+        _usage("model", directory, "a checkpoint directory")
+    with _refusals(_FAILED):
+        return ModelConfig.from_dir(directory)
+
+
+def _usage(name: str, value: object, expected: str) -> NoReturn:
+    raise Failure(f"{flag_name(name)} is {value}, expected {expected}", _USAGE)
+
+
+def _check_platform() -> None:
+    system, machine = platform.system(), platform.machine()
+    if (system, machine) != ("Linux", "x86_64"):
+        raise Failure(f"this machine is {system} {machine}, expected Linux x86_64", _FAILED)
+
+
+def check_port_free(host: str, port: int) -> None:
+    """Bind and let go, before minutes are spent on loading.
+
+    Raises:
+        OSError: the address is not one of this machine's, or the port is taken; one sentence with
+        the remedy.
+    """
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except socket.gaierror as error:
+        raise OSError(f"--host is {host}, expected an address of this machine") from error
+    with socket.socket(family, kind, proto) as probe_socket:
+        probe_socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe_socket.bind(address)
+        except OSError as error:
+            raise OSError(
+                f"--port is {port}, expected a port that can be opened on {host} ({error.strerror})"
+            ) from error
+
+
+def _log_plan(config: RuntimeConfig, facts: DeviceFacts, plan: Plan) -> None:
+    _logger.info(
+        "plan ready chunk_tokens=%d limiting=%s window_pages=%d reserved_window_pages=%d "
+        "num_tokens=%d max_model_len=%d max_running=%d device=%s",
+        plan.chunk_tokens, plan.limiting, plan.window_pages, plan.reserved_window_pages,
+        plan.num_tokens, plan.max_model_len, plan.max_running, plan.kind,
+    )  # fmt: skip
+    _log_lines((*plan.notes, *inactive_flags(config, facts)), plan.warnings)
+
+
+def _log_lines(notes: Sequence[str], warnings: Sequence[str]) -> None:
+    for line in notes:
+        _logger.info("%s", line)
+    for line in warnings:
+        _logger.warning("%s", line)

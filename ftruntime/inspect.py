@@ -1,0 +1,94 @@
+"""What flags resolve to, without starting anything: the report of ``ftruntime inspect``."""
+
+from __future__ import annotations
+
+from typing import TextIO
+
+from ftruntime.config import RuntimeConfig
+from ftruntime.facts import probe
+from ftruntime.flags import FlagSpec, FlagValue, checked, parse, refuse
+from ftruntime.model.config import ModelConfig, builtin
+from ftruntime.plan import DeviceFacts, Plan
+
+BUILTIN_MODELS = ("flash", "pro")
+CARDS = FlagSpec(
+    kind="int", low=1, high=1024,
+    help="Plan for this many cards; also sets --tensor-parallel-size unless that is given.",
+)  # fmt: skip
+CARD_GIB = FlagSpec(
+    kind="float", low=0, low_open=True, high=4096,
+    help="Free memory of each of those cards in GiB.", shown_default="24",
+)  # fmt: skip
+_DEFAULT_CARD_GIB = 24.0
+_GIB = 1 << 30
+
+
+def shape_of(model: str | None) -> ModelConfig:
+    """The shape of a checkpoint directory (its config.json is enough), or of ``flash`` or ``pro``.
+
+    Raises:
+        ValueError: no model given, or a bad config.json.
+        FileNotFoundError: no such checkpoint.
+    """
+    if model is None:
+        raise ValueError("MODEL is missing, expected a checkpoint directory, flash or pro")
+    return builtin(model) if model in BUILTIN_MODELS else ModelConfig.from_dir(model)
+
+
+def machine(
+    config: RuntimeConfig, cards: str | None, card_gib: str | None
+) -> tuple[RuntimeConfig, DeviceFacts]:
+    """The machine to plan for: cards as told, or this machine; and the settings with the ranks that
+    follow.
+
+    Raises:
+        ValueError: a bad number, or cards together with ``--device cpu``.
+    """
+    number = _read("cards", cards, CARDS)
+    gib = _read("card_gib", card_gib, CARD_GIB)
+    if number is None and gib is None:
+        return config, probe(config.device)
+    if config.device == "cpu":
+        name, value = ("cards", number) if number is not None else ("card_gib", gib)
+        refuse(name, value, "it unset with --device cpu")
+    ranks = config.tensor_parallel_size
+    count = int(number) if number is not None else ranks
+    if "tensor_parallel_size" not in config.explicit:
+        config = RuntimeConfig.from_dict({**config.to_dict(), "tensor_parallel_size": count})
+    memory_bytes = int((_DEFAULT_CARD_GIB if gib is None else float(gib)) * _GIB)
+    return config, DeviceFacts(kind="cuda", cards=count, memory_bytes=memory_bytes)
+
+
+def _read(name: str, text: str | None, spec: FlagSpec) -> FlagValue:
+    return None if text is None else checked(name, parse(text, spec), spec)
+
+
+def report(model: str, config: RuntimeConfig, plan: Plan) -> dict[str, object]:
+    """The JSON value of ``--json``: the plan, with the model and settings it is for."""
+    return {
+        "model": model,
+        "device": plan.kind,
+        "kv_format": config.kv_format,
+        "numerics": config.numerics,
+        **{name: value for name, value in plan.to_dict().items() if name != "kind"},
+    }
+
+
+def print_table(values: dict[str, object], stream: TextIO) -> None:
+    """The same values as text: one row a number, then the bytes of one rank."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("plan", "value", box=None, pad_edge=False)
+    for name, value in values.items():
+        if not isinstance(value, dict | list):
+            table.add_row(name, "-" if value is None else str(value))
+    console = Console(file=stream, highlight=False)
+    console.print(table)
+    sizes = values["bytes"]
+    if isinstance(sizes, dict):
+        split = Table("bytes of one rank", "GiB", "bytes", box=None, pad_edge=False)
+        for name, size in sizes.items():
+            split.add_row(name, f"{size / _GIB:.3f}", str(size))
+        console.print()
+        console.print(split)

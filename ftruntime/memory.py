@@ -1,0 +1,122 @@
+"""Bytes that a shape takes on one rank: weights, experts, KV pools, tables and room for a step.
+Pure arithmetic.
+
+On a GPU with official numerics weights keep their checkpoint form (FP8 and FP4 with scales). Where
+ops run their reference, on CPU and under ``exact``, matrices are dequantized once at load.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from ftruntime.checkpoint.names import expected_tensors
+from ftruntime.model.config import ModelConfig
+from ftruntime.types import PAGE_TOKENS
+
+_FP32: Final = 4
+_FP8_ROW_BYTES: Final = 584
+_FP8_SINGLE_ROW_PAGE_BYTES: Final = 592  # page strides are multiples of 16 bytes
+_INDEX_SCRATCH_BYTES: Final = 64 << 20
+# matrices of which a rank holds its share; everything else is replicated
+_SHARDED: Final = (
+    "embed.", "head.", ".attn.wq_b.", ".attn.wo_a.", ".attn.wo_b.", ".attn.attn_sink",
+    ".shared_experts.",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class WeightBytes:
+    """``dense``: everything of one rank but the routed experts; ``expert``: one routed expert's
+    share on one rank.
+    """
+
+    dense: int
+    expert: int
+    num_experts: int  # all layers together
+
+
+def element_bytes(numerics: str) -> int:
+    """Bytes of an activation or a KV channel: bf16, or fp32 under ``exact``."""
+    return _FP32 if numerics == "exact" else 2
+
+
+def weight_bytes(shape: ModelConfig, *, dequantized: int | None, ranks: int) -> WeightBytes:
+    """Weights as they stay in memory.
+
+    Args:
+        dequantized: bytes of an element of the dequantized matrices; None keeps the checkpoint's
+            form.
+        ranks: tensor-parallel ranks that share the sharded matrices.
+    """
+    dense = first_expert = 0
+    for name, spec in expected_tensors(shape).items():
+        size = spec.num_bytes
+        if dequantized is not None and spec.dtype in ("F8_E4M3", "F8_E8M0", "I8"):
+            # two FP4 codes a byte; scales are gone
+            per_element = {"F8_E4M3": 1, "F8_E8M0": 0, "I8": 2}[spec.dtype]
+            size = spec.num_elements * per_element * dequantized
+        if ".ffn.experts." in name:
+            first_expert += size if name.startswith("layers.0.ffn.experts.0.") else 0
+            continue
+        padded = f".{name}"
+        sharded = any(mark in padded for mark in _SHARDED) and ".indexer." not in name
+        dense += -(-size // ranks) if sharded else size
+    return WeightBytes(
+        dense=dense,
+        expert=-(-first_expert // ranks),
+        num_experts=shape.num_hidden_layers * shape.n_routed_experts,
+    )
+
+
+def row_page_bytes(shape: ModelConfig, *, kv_format: str, numerics: str) -> int:
+    """Compressed and index rows of one page of 128 tokens, all layers together."""
+    element = element_bytes(numerics)
+    csa, hca = shape.num_layers_of(4), shape.num_layers_of(128)
+    index = csa * (PAGE_TOKENS // 4) * shape.index_head_dim * element
+    if kv_format == "fp8":
+        rows = csa * (PAGE_TOKENS // 4) * _FP8_ROW_BYTES + hca * _FP8_SINGLE_ROW_PAGE_BYTES
+    else:
+        rows = (csa * (PAGE_TOKENS // 4) + hca) * shape.head_dim * element
+    return rows + index
+
+
+def window_page_bytes(shape: ModelConfig, *, kv_format: str, numerics: str) -> int:
+    """Window rows of one page of 128 tokens, all layers together."""
+    row = _FP8_ROW_BYTES if kv_format == "fp8" else shape.head_dim * element_bytes(numerics)
+    return shape.num_hidden_layers * PAGE_TOKENS * row
+
+
+def carry_bytes(shape: ModelConfig) -> int:
+    """Open compressor windows of one running row, fp32: 8 slots of two series (ratio 4), two
+    buffers of three sums (128).
+    """
+    csa = 2 * 8 * 2 * (shape.head_dim + shape.index_head_dim)
+    hca = 2 * 3 * shape.head_dim
+    return (shape.num_layers_of(4) * csa + shape.num_layers_of(128) * hca) * _FP32
+
+
+def rope_table_bytes(shape: ModelConfig, max_model_len: int) -> int:
+    """Two pairs of cos and sin, plain and YaRN: ``[max_model_len, rope / 2]`` fp32 each."""
+    return 4 * max_model_len * (shape.qk_rope_head_dim // 2) * _FP32
+
+
+def activation_bytes(
+    shape: ModelConfig, *, chunk_tokens: int, max_running: int, numerics: str, ranks: int
+) -> int:
+    """Upper estimate of the tensors of one step.
+
+    A chunk keeps two copies of the streams, and of one sublayer at a time the larger of attention
+    (queries, output, group projections) and MoE (gate and up, activation, output of every route).
+    Decode rows add their logits twice.
+    """
+    element = element_bytes(numerics)
+    streams = 2 * shape.hc_mult * shape.hidden_size
+    attention = (
+        2 * shape.num_attention_heads * shape.head_dim + shape.o_groups * shape.o_lora_rank
+    ) // ranks + shape.index_n_heads * shape.index_head_dim
+    route = 3 * shape.moe_intermediate_size // ranks + shape.hidden_size
+    per_token = streams + max(attention, shape.num_experts_per_tok * route)
+    step = max(chunk_tokens, max_running) * per_token * element
+    logits = 2 * max_running * shape.vocab_size * _FP32
+    return step + logits + (_INDEX_SCRATCH_BYTES if shape.num_layers_of(4) else 0)
