@@ -1,0 +1,1 @@
+"""The HTTP front: OpenAI to clients, typed messages to the engine process; no torch here."""
