@@ -1,0 +1,135 @@
+"""The three fixed texts of a prompt: read from the checkpoint, as data.
+
+A checkpoint's `encoding/encoding_dsv4.py` assigns them as string literals. The file is parsed,
+never imported or run, and placeholders are substituted by name. Without that file neutral texts of
+our own describe the same markup.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import logging
+import string
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ftruntime.tokenizer import special
+
+_LOG = logging.getLogger(__name__)
+
+_TOKENS = {
+    "dsml_token": special.DSML,
+    "thinking_start_token": special.THINK_OPEN,
+    "thinking_end_token": special.THINK_CLOSE,
+}
+
+_NEUTRAL_TOOLS = """# Functions
+
+A reply may call functions by ending with one block of this form, which may hold several calls:
+
+<{dsml_token}tool_calls>
+<{dsml_token}invoke name="FUNCTION">
+<{dsml_token}parameter name="PARAMETER" string="true|false">VALUE</{dsml_token}parameter>
+</{dsml_token}invoke>
+</{dsml_token}tool_calls>
+
+A string is written as it is, with string="true"; any other value as JSON, with string="false".
+Reasoning, if any, comes before the block, between {thinking_start_token} and {thinking_end_token}.
+
+The functions, one JSON object a line:
+
+{tool_schemas}
+"""
+
+_NEUTRAL_RESPONSE_FORMAT = """# Form of the reply
+
+The reply is JSON and nothing else, in the form that this object asks for:
+{schema}"""
+
+_NEUTRAL_EFFORT_MAX = "Reason as long and as carefully as the question allows before answering."
+
+
+@dataclass(frozen=True)
+class FixedTexts:
+    """Templates of the three texts; `names` holds what other placeholders stand for."""
+
+    tools_template: str
+    response_format_template: str
+    effort_max_text: str
+    names: Mapping[str, str] = field(default_factory=lambda: dict(_TOKENS))
+
+    @classmethod
+    def from_dir(cls, path: Path) -> FixedTexts:
+        """Read the texts of a checkpoint directory; neutral ones, with a warning, if it has none.
+
+        Raises:
+            ValueError: the file is damaged or does not assign the three texts as string literals.
+        """
+        file = path / "encoding" / "encoding_dsv4.py"
+        if not file.is_file():
+            _LOG.warning("no chat texts in the checkpoint, using neutral ones path=%s", file)
+            return cls(_NEUTRAL_TOOLS, _NEUTRAL_RESPONSE_FORMAT, _NEUTRAL_EFFORT_MAX)
+        literals = _string_literals(file)
+        wanted = ("TOOLS_TEMPLATE", "response_format_template", "REASONING_EFFORT_MAX")
+        for name in wanted:
+            if name not in literals:
+                raise ValueError(f"{file}: no {name}, expected it assigned as a string literal")
+        tools, response_format, effort_max = (literals[name] for name in wanted)
+        texts = cls(tools, response_format, effort_max, {**literals, **_TOKENS})
+        try:
+            texts.tools([])
+            texts.response_format({})
+        except ValueError as error:
+            raise ValueError(f"{file}: {error}") from None
+        return texts
+
+    def tools(self, functions: Sequence[Mapping[str, object]]) -> str:
+        """The tools text, one JSON line per function; ends with one line feed."""
+        schemas = "\n".join(to_json(function) for function in functions)
+        names = {**self.names, "tool_schemas": schemas}
+        return _substitute("TOOLS_TEMPLATE", self.tools_template, names).rstrip("\n") + "\n"
+
+    def response_format(self, form: Mapping[str, object]) -> str:
+        names = {**self.names, "schema": to_json(form)}
+        return _substitute("response_format_template", self.response_format_template, names)
+
+    def effort_max(self) -> str:
+        """The maximal-effort text; ends with two line feeds."""
+        return self.effort_max_text.rstrip("\n") + "\n\n"
+
+
+def to_json(value: object) -> str:
+    """JSON as prompts have it: non-ASCII kept, separators `, ` and `: `."""
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _string_literals(file: Path) -> dict[str, str]:
+    try:
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{file}: cannot be read, {error.strerror}") from error
+    except (SyntaxError, ValueError, RecursionError) as error:
+        raise ValueError(f"{file}: not valid Python, {error}") from error
+    found: dict[str, str] = {}
+    for node in tree.body:
+        if not isinstance(node, ast.Assign | ast.AnnAssign):
+            continue
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        if isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            found.update({t.id: node.value.value for t in targets if isinstance(t, ast.Name)})
+    return found
+
+
+def _substitute(template_name: str, template: str, names: Mapping[str, str]) -> str:
+    """Replace `{name}`; doubled braces stand for single ones, nothing else is understood."""
+    out = []
+    for text, name, spec, conversion in string.Formatter().parse(template):
+        out.append(text)
+        if name is None:
+            continue
+        if name not in names or spec or conversion:
+            raise ValueError(f"{template_name} has the placeholder {name!r}, which has no value")
+        out.append(names[name])
+    return "".join(out)
