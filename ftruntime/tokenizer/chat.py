@@ -88,7 +88,7 @@ class ChatFormat:
         out = ""
         if turn.tools:
             out += "\n\n" + self.texts.tools(turn.tools)
-        if turn.response_format is not None:
+        if turn.response_format:
             out += "\n\n" + self.texts.response_format(turn.response_format)
         return out
 

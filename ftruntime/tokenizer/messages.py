@@ -203,7 +203,7 @@ def _sort_results(turns: list[Turn]) -> list[Turn]:
     order: dict[str, int] = {}
     out = []
     for turn in turns:
-        if turn.role == "assistant":
+        if turn.tool_calls:  # an answer without calls leaves the order as it is
             order = {c.call_id: i for i, c in enumerate(turn.tool_calls) if c.call_id}
         results = [block for block in turn.blocks if block.is_result]
         if order and len(results) > 1:

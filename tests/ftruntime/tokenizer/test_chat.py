@@ -215,6 +215,15 @@ def test_results_after_calls_without_ids_keep_their_order(chat: ChatFormat) -> N
     assert "<tool_result>b</tool_result>\n\n<tool_result>a</tool_result>" in text
 
 
+def test_results_follow_the_last_answer_that_had_calls(chat: ChatFormat) -> None:
+    following = (result("1", "c1"), result("0", "c0"))
+    ordered = "<tool_result>0</tool_result>\n\n<tool_result>1</tool_result>"
+    assert _turn_after_calls(chat, says("done"), *following) == ordered
+    newer = says("", tool_calls=[call("f", "{}", "d0"), call("f", "{}", "d1")])
+    kept = "<tool_result>1</tool_result>\n\n<tool_result>0</tool_result>"
+    assert _turn_after_calls(chat, newer, *following) == kept
+
+
 def test_request_tools_and_format_join_the_first_system_message(chat: ChatFormat) -> None:
     form: Message = {"type": "json_object"}
     form_text = '\n\n# Test form\n{"type": "json_object"}'
@@ -225,6 +234,13 @@ def test_request_tools_and_format_join_the_first_system_message(chat: ChatFormat
     assert chat.render([user("q")], response_format=form) == f"{B}{form_text}{U}q{A}</think>"
     plain = chat.render([user("q")])
     assert chat.render([user("q")], tools=[], response_format={"type": "text"}) == plain
+
+
+def test_request_tools_follow_those_of_the_message(chat: ChatFormat) -> None:
+    other = {"type": "function", "function": {"name": "g"}}
+    messages = [{"role": "system", "content": "S", "tools": [TOOL]}]
+    text = chat.render(messages, tools=[other])
+    assert '\n{"name": "f", "description": "é"}\n{"name": "g"}\nEND\n' in text
 
 
 def test_a_developer_message_takes_the_same_suffixes(chat: ChatFormat) -> None:

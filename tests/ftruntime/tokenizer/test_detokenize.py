@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ftruntime.tokenizer.detokenize import IncrementalDetokenizer
@@ -65,12 +65,14 @@ def test_flush_forgets_the_cut_off_character(tokenizer: Tokenizer) -> None:
     assert decoder.push(second) == "\ufffd"
 
 
+@settings(deadline=None)
 @given(data=st.data())
 def test_equals_decoding_at_once(tokenizer: Tokenizer, data: st.DataObject) -> None:
     ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size + 2), max_size=60))
     assert "".join(_pieces(tokenizer, ids)) == tokenizer.decode(ids)
 
 
+@settings(deadline=None)
 @given(text=st.text(st.characters(codec="utf-8"), max_size=20))
 def test_h07_valid_text_never_shows_a_replacement(tokenizer: Tokenizer, text: str) -> None:
     ids = _byte_ids(tokenizer, text.encode())

@@ -12,6 +12,7 @@ from ftruntime.tokenizer.markers import held_length
         ("xa", ("ab",), 1),
         ("ab", ("ab",), 0),  # complete, not held
         ("aa", ("aab",), 2),
+        ("ab", ("ab", "xyz"), 0),  # nor when a longer marker is looked for too
         ("xab", ("b-", "ab-"), 2),  # the longest counts
         ("ab", (), 0),
     ],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ftruntime.tokenizer.chat import ChatFormat
@@ -215,7 +215,9 @@ def test_a_block_without_any_call_is_text(false_block: str) -> None:
 def test_a_real_block_after_a_false_one_is_read() -> None:
     text = f"write {OPEN} like so{ONE_CALL}"
     assert _parse(text) == Parsed("", f"write {OPEN} like so", (F,))
-    assert _parse(f"{text}", thinking=True) == Parsed(f"write {OPEN} like so", "", (F,))
+    assert _parse(text, thinking=True) == Parsed(f"write {OPEN} like so", "", (F,))
+    broken = f'{OPEN}<｜DSML｜invoke name="f" x>{END}{CLOSE}'  # never a whole tag
+    assert _parse(broken + ONE_CALL) == Parsed("", broken, (F,))
 
 
 def test_a_false_block_in_the_reasoning_does_not_hide_its_end() -> None:
@@ -237,6 +239,7 @@ def test_sloppy_markup_is_read() -> None:
         + param("x", "second one")  # a repeated name
         + param("z", "not json", "false")
         + '<｜DSML｜parameter nam="q" string="true">lost</｜DSML｜parameter>'
+        + '<｜DSML｜parameter name="q" x>lost</｜DSML｜parameter>'
         + invoke("g")  # the end of f was forgotten
         + param('quo"te', "v")
         + f"{END} chatter {invoke('h')}{END}"
@@ -255,16 +258,17 @@ def test_sloppy_markup_is_read() -> None:
 
 
 FRAGMENTS = [
-    "\n", " ", "a", '"', ">", "<", "</think>", "</", "think>", "｜DSML｜", "｜", OPEN, CLOSE,
-    OPEN[:-3], invoke("f"), END, '<｜DSML｜invoke name="', param("x", "1"),
-    param("y", "[1]", "false"), '<｜DSML｜parameter name="x" string="true">', '<｜DSML｜parameter name="k">',
-    "</｜DSML｜parameter>",
-    ONE_CALL, "é🙂",
+    "\n", " ", "a", '"', ">", "<", "</think>", "</", "think>", "｜DSML｜", "｜", "é🙂",
+    OPEN, CLOSE, OPEN[:-3], END, invoke("f"), '<｜DSML｜invoke name="',
+    param("x", "1"), param("y", "[1]", "false"), "</｜DSML｜parameter>",
+    '<｜DSML｜parameter name="x" string="true">', '<｜DSML｜parameter name="k">', ONE_CALL,
 ]  # fmt: skip
 TEXTS = st.lists(st.sampled_from(FRAGMENTS), max_size=14).map("".join)
 
 
+@settings(max_examples=200, deadline=None)
 @given(text=TEXTS, thinking=st.booleans(), tools=st.booleans())
+@example(text=ONE_CALL + "\n\n after", thinking=False, tools=True)
 @example(text="\n\n\n" + OPEN + "\n" + ONE_CALL, thinking=True, tools=True)
 def test_h18_every_split_gives_the_same_deltas(text: str, thinking: bool, tools: bool) -> None:
     whole = _merged([text], thinking=thinking, tools=tools)
@@ -273,6 +277,7 @@ def test_h18_every_split_gives_the_same_deltas(text: str, thinking: bool, tools:
         assert _merged([text[:cut], text[cut:]], thinking=thinking, tools=tools) == whole
 
 
+@settings(deadline=None)
 @given(text=TEXTS, thinking=st.booleans())
 def test_without_tools_no_text_is_lost(text: str, thinking: bool) -> None:
     parsed = _parse(text, thinking=thinking, tools=False)
@@ -282,6 +287,7 @@ def test_without_tools_no_text_is_lost(text: str, thinking: bool) -> None:
         assert (parsed.reasoning or parsed.content) == text
 
 
+@settings(deadline=None)
 @given(text=TEXTS, thinking=st.booleans())
 def test_arguments_are_json_or_a_beginning_of_it(text: str, thinking: bool) -> None:
     calls = _parse(text, thinking=thinking).tool_calls
@@ -301,6 +307,7 @@ CALLS = st.lists(st.tuples(NAMES, st.dictionaries(NAMES, JSON, max_size=4)), min
 WORDS = st.text("ab .\né", max_size=12)
 
 
+@settings(deadline=None)
 @given(calls=CALLS, content=WORDS, reasoning=WORDS)
 def test_p03_a_rendered_answer_is_parsed_and_rendered_back(
     chat: ChatFormat, calls: list[tuple[str, dict[str, object]]], content: str, reasoning: str

@@ -5,7 +5,7 @@ from __future__ import annotations
 import string
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ftruntime.tokenizer.stop import StopMatcher
@@ -81,6 +81,7 @@ def _by_definition(stops: list[str], text: str) -> tuple[str, str | None]:
     return text, None
 
 
+@settings(deadline=None)
 @given(
     stops=st.lists(st.text("ab", min_size=1, max_size=4), max_size=3),
     pieces=st.lists(st.text("abc", max_size=5), max_size=8),
