@@ -2,8 +2,8 @@
 
 Order is strictly first come, first served. The head of the queue is admitted as soon as a row is
 free and pages for its prompt and its whole output can be promised; until then nobody passes it.
-That wait is bounded: while the head is blocked nothing new is admitted, so once the prompt under way
-is prefilled every step is a decode of all running requests; each has ended after at most its
+That wait is bounded: while the head is blocked nothing new is admitted, so once the prompt under
+way is prefilled every step is a decode of all running requests; each has ended after at most its
 remaining `max_tokens` steps, and on an empty server every accepted request fits.
 
 A chunk is filled in that order, so several prompts share a step and at most one prompt is partly

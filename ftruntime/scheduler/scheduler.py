@@ -163,7 +163,7 @@ class Scheduler:
             TokenEvent(row.request_id, None, finish_reason="error", error=message) for row in rows
         ]
 
-    def stats(self) -> dict[str, int]:
+    def stats(self) -> dict[str, object]:
         """The scheduler's numbers of `/v1/stats`; pages count those that hold rows."""
         return {
             "num_running": self.num_running,

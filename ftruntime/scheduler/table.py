@@ -116,7 +116,8 @@ class RequestTable:
 
     def seat(self, row: RequestRow) -> None:
         """Give a waiting request a row number; it is prefilling from now on."""
-        assert row.status == "waiting" and self._free_rows
+        assert row.status == "waiting"
+        assert self._free_rows
         row.row = heapq.heappop(self._free_rows)
         row.status = "prefilling"
 
