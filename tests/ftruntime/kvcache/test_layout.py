@@ -38,6 +38,14 @@ def test_naive_cache_reserves_less() -> None:
     assert budget(radix=False) == ChunkBudget(308, 103, 4096, "max_prefill_length")
 
 
+def test_the_ratio_counts_the_padding_page() -> None:
+    # 100 pages and page 0; 2 * 2 + 1 = 5 reserved; (101 - 1 - 5) // 2 = 47 pages
+    result = budget(
+        num_tokens=12800, max_running=1, swa_ratio=1.0, radix=False, max_prefill_length=8192
+    )
+    assert result == ChunkBudget(101, 5, 47 * 128, "window_pages")
+
+
 @pytest.mark.parametrize(
     ("flag", "chunk", "limiting"),
     [
