@@ -1,0 +1,166 @@
+"""Hyper-connection input: mixes of the residual streams and their weighted sum.
+
+Formulas: ``m = (fn @ f) * rsqrt(mean(f^2) + norm_eps)`` with ``f = flatten(streams)``;
+``pre = sigmoid(m[:hc]*scale[0] + base[:hc]) + hc_eps``, ``post = 2*sigmoid(m[hc:2hc]*scale[1] + ..)``,
+``comb = sinkhorn(m[2hc:]*scale[2] + ..)`` (row-major, see `sinkhorn`), ``x = sum_s pre_s*streams[s]``.
+Numerics: fp32 (no TF32); ``x`` rounded once. With ``norm_weight``, the rounded ``x`` is RMS-normed
+as `rms_norm` would do it, with a second rounding.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from ftkernels import backend, check, config
+from ftkernels.mhc import sinkhorn
+from ftkernels.spec import COUNTER_BYTES, Case, Inputs, KernelSpec
+from ftkernels.target import Target
+from ftkernels.testing import randn
+
+Mixes = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def hc_pre(
+    streams: torch.Tensor, fn: torch.Tensor, scale: torch.Tensor, base: torch.Tensor, *,
+    hc_eps: float = 1e-6, norm_eps: float = 1e-6, sinkhorn_iters: int = 20,
+    norm_weight: torch.Tensor | None = None, out: Mixes | None = None,
+    scratch: torch.Tensor | None = None,
+) -> Mixes:  # fmt: skip
+    """Input of a sublayer and the mixes that take its output back into the streams.
+
+    Args:
+        streams: ``[T, hc, C]``, bf16/fp16/fp32, last dimension contiguous.
+        fn: ``[(2+hc)*hc, hc*C]`` fp32: hc rows for pre, hc for post, hc*hc for comb.
+        scale: ``[3]`` fp32 for pre, post, comb.
+        base: ``[(2+hc)*hc]`` fp32.
+        hc_eps: added to pre and inside Sinkhorn, ``>= 0``.
+        norm_eps: of the RMS statistics, ``>= 0``.
+        sinkhorn_iters: column steps, ``>= 1``.
+        norm_weight: ``[C]`` float; ``x`` is RMS-normed with it.
+        out: ``(x, post, comb)``; allocated when omitted.
+        scratch: as ``scratch_bytes("hc_pre", T=.., hc=.., C=..)`` says; allocated when omitted.
+
+    Returns:
+        ``x [T, C]`` in ``streams.dtype``, ``post [T, hc]`` fp32, ``comb [T, hc, hc]`` fp32.
+
+    Raises:
+        TypeError: unsupported dtype.
+        ValueError: shape, stride, eps or iterations outside the contract.
+
+    Graph-safe when ``out`` and ``scratch`` are given: no allocation, no host sync. Two launches.
+    """
+    _check(streams, fn, scale, base, hc_eps, norm_eps, sinkhorn_iters, norm_weight)
+    if streams.shape[0] and streams.shape[2] and backend.use_reference(streams):
+        return _reference(
+            streams, fn, scale, base, hc_eps, norm_eps, sinkhorn_iters, norm_weight, out
+        )
+    num_tokens, hc, width = streams.shape
+    out = _outputs(streams, (fn, scale, base, norm_weight), out)
+    if num_tokens == 0 or width == 0:
+        return out
+    return out
+
+
+def _check(
+    streams: torch.Tensor, fn: torch.Tensor, scale: torch.Tensor, base: torch.Tensor,
+    hc_eps: float, norm_eps: float, iters: int, norm_weight: torch.Tensor | None,
+) -> None:  # fmt: skip
+    op, fp32 = "hc_pre", (torch.float32,)
+    check.tensor(op, "streams", streams, check.FLOATS, (None, None, None), "[T, hc, C]")
+    _, hc, width = streams.shape
+    rows = (2 + hc) * hc
+    check.tensor(op, "fn", fn, fp32, (rows, hc * width), "[(2+hc)*hc, hc*C]", streams)
+    check.tensor(op, "scale", scale, fp32, (3,), "[3]", streams)
+    check.tensor(op, "base", base, fp32, (rows,), "[(2+hc)*hc]", streams)
+    sinkhorn.check_common(op, streams, hc_eps, norm_eps, norm_weight)
+    check.require(iters >= 1, lambda: f"{op}: sinkhorn_iters is {iters}, expected >= 1")
+
+
+def _outputs(
+    streams: torch.Tensor, inputs: tuple[torch.Tensor | None, ...], out: Mixes | None
+) -> Mixes:
+    num_tokens, hc, width = streams.shape
+    x, post, comb = (None, None, None) if out is None else out
+    op, fp32 = "hc_pre", torch.float32
+    return (
+        check.output(op, x, (num_tokens, width), like=streams, name="x", inputs=inputs),
+        check.output(op, post, (num_tokens, hc), like=streams, dtype=fp32, name="post",
+                     inputs=inputs),
+        check.output(op, comb, (num_tokens, hc, hc), like=streams, dtype=fp32, name="comb",
+                     inputs=inputs),
+    )  # fmt: skip
+
+
+def hc_pre_reference(
+    streams: torch.Tensor, fn: torch.Tensor, scale: torch.Tensor, base: torch.Tensor, *,
+    hc_eps: float = 1e-6, norm_eps: float = 1e-6, sinkhorn_iters: int = 20,
+    norm_weight: torch.Tensor | None = None, out: Mixes | None = None,
+) -> Mixes:  # fmt: skip
+    """The definition in plain torch and, for few rows, plain Python; shares nothing with the kernel."""
+    _check(streams, fn, scale, base, hc_eps, norm_eps, sinkhorn_iters, norm_weight)
+    if streams.shape[0] == 0 or streams.shape[2] == 0:
+        return _outputs(streams, (fn, scale, base, norm_weight), out)
+    return _reference(streams, fn, scale, base, hc_eps, norm_eps, sinkhorn_iters, norm_weight, out)
+
+
+def _reference(
+    streams: torch.Tensor, fn: torch.Tensor, scale: torch.Tensor, base: torch.Tensor,
+    hc_eps: float, norm_eps: float, iters: int, norm_weight: torch.Tensor | None,
+    out: Mixes | None,
+) -> Mixes:  # fmt: skip
+    mix, squares = sinkhorn.project_reference(streams, fn)
+    few = sinkhorn.few_rows(streams, hc_eps, norm_eps)
+    coefficients = _few_coefficients if few else _coefficients
+    pre, post, comb = coefficients(mix, squares, scale, base, streams, hc_eps, norm_eps, iters)
+    x = sinkhorn.combine_reference(pre, streams).to(streams.dtype)
+    if norm_weight is not None:
+        x = sinkhorn.norm_reference(x, norm_weight, norm_eps)
+    if out is None:
+        return x, post, comb
+    out = _outputs(streams, (fn, scale, base, norm_weight), out)
+    return out[0].copy_(x), out[1].copy_(post), out[2].copy_(comb)
+
+
+def _coefficients(
+    mix: torch.Tensor, squares: torch.Tensor, scale: torch.Tensor, base: torch.Tensor,
+    streams: torch.Tensor, hc_eps: float, norm_eps: float, iters: int,
+) -> Mixes:  # fmt: skip
+    num_tokens, hc, width = streams.shape
+    mix, scale, base = mix.double(), scale.double(), base.double()
+    rms = sinkhorn.inverse_rms_rows(squares, hc * width, norm_eps)
+    rows = sinkhorn.sigmoid_rows
+    pre = rows(mix[:, :hc], rms, scale[0], base[:hc], 1.0, hc_eps)
+    post = rows(mix[:, hc : 2 * hc], rms, scale[1], base[hc : 2 * hc], 2.0, 0.0)
+    logits = mix[:, 2 * hc :] * rms[:, None] * scale[2] + base[2 * hc :]
+    comb = sinkhorn.sinkhorn_rows(logits.view(num_tokens, hc, hc), hc_eps, iters)
+    return pre.float(), post.float(), comb.float().contiguous()
+
+
+def _few_coefficients(
+    mix: torch.Tensor, squares: torch.Tensor, scale: torch.Tensor, base: torch.Tensor,
+    streams: torch.Tensor, hc_eps: float, norm_eps: float, iters: int,
+) -> Mixes:  # fmt: skip
+    num_tokens, hc, width = streams.shape
+    scales, bases = scale.tolist(), base.tolist()
+    pre: list[float] = []
+    post: list[float] = []
+    comb: list[float] = []
+    for m, square in zip(mix.tolist(), squares.tolist()):
+        rms = 1.0 / math.sqrt(square / (hc * width) + norm_eps)
+        pre += sinkhorn.sigmoids(m[:hc], rms, scales[0], bases[:hc], 1.0, hc_eps)
+        post += sinkhorn.sigmoids(m[hc : 2 * hc], rms, scales[1], bases[hc : 2 * hc], 2.0, 0.0)
+        logits = [a * rms * scales[2] + b for a, b in zip(m[2 * hc :], bases[2 * hc :])]
+        comb += sinkhorn.sinkhorn(logits, hc, hc_eps, iters)
+    flat = sinkhorn.floats32(pre + post + comb)
+    n = num_tokens * hc
+    return (
+        flat[:n].view(num_tokens, hc),
+        flat[n : 2 * n].view(num_tokens, hc),
+        flat[2 * n :].view(num_tokens, hc, hc),
+    )

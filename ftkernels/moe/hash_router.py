@@ -1,0 +1,113 @@
+"""Routing of the first layers: the experts of a token are the row of its id in a fixed table.
+
+``ids = tid2eid[token_id]`` in the table's order, duplicates kept; weights as in `route_topk`, from the
+scores of the listed experts: ``s_k / sum(s_k) * route_scale``.
+Numerics: scores, sum (in order of k) and weights in fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from ftkernels import backend, check, config
+from ftkernels.moe.router import (
+    Routes,
+
+    check_routes,
+    scores_reference,
+    weigh_reference,
+)
+from ftkernels.spec import Case, Inputs, KernelSpec
+from ftkernels.target import Target
+from ftkernels.testing import randn
+
+
+def route_hash(
+    router_logits: torch.Tensor, token_ids: torch.Tensor, tid2eid: torch.Tensor, *,
+    route_scale: float = 1.0, score: str = "sqrtsoftplus", num_tokens: torch.Tensor | None = None,
+    out: Routes | None = None,
+) -> Routes:  # fmt: skip
+    """Weigh the experts that a table gives for each token id.
+
+    Args:
+        router_logits: ``[T, E]`` fp32, rows may be strided.
+        token_ids: ``[T]`` int32 or int64, ids within the table.
+        tid2eid: ``[V, topk]`` int32 or int64 expert ids, rows may be strided.
+        route_scale: factor on the normalized weights (DeepSeek-V4-Flash: 1.5).
+        score: ``"sqrtsoftplus"``, ``"sigmoid"`` or ``"softmax"``.
+        num_tokens: ``[1]`` int32 on the device; rows from there on get id -1 and weight 0, and their
+            token id is not read.
+        out: ``(topk_weights, topk_ids)``; allocated when omitted.
+
+    Returns:
+        ``topk_weights [T, topk]`` fp32 and ``topk_ids [T, topk]`` int32.
+
+    Raises:
+        TypeError: unsupported dtype.
+        ValueError: shape, stride or score outside the contract.
+
+    Graph-safe when ``out`` is given: no allocation, no host sync.
+    """
+    out = _checked(router_logits, token_ids, tid2eid, score, num_tokens, out)
+    if router_logits.shape[0] == 0 or tid2eid.shape[1] == 0:
+        return out
+    if backend.use_reference(router_logits):
+        return _reference(router_logits, token_ids, tid2eid, route_scale, score, num_tokens, out)
+    weights, ids = out
+    rows, num_experts = router_logits.shape
+    topk = tid2eid.shape[1]
+    cfg = config.lookup("route_hash", {"T": rows, "E": num_experts}, default_config, grows="T")
+    with backend.on_device(router_logits):
+        _route_hash_kernel[(rows,)](
+            router_logits, router_logits.stride(0), token_ids, token_ids.stride(0),
+            tid2eid, tid2eid.stride(0),
+            weights, weights.stride(0), ids, ids.stride(0), num_tokens,
+            num_experts, route_scale,
+            SCORE=score, TOPK=topk, BLOCK_K=triton.next_power_of_2(topk),
+            BLOCK_E=triton.next_power_of_2(num_experts),
+            HAS_COUNT=num_tokens is not None, num_warps=cfg.num_warps,
+        )  # fmt: skip
+    return out
+
+
+def _checked(
+    router_logits: torch.Tensor, token_ids: torch.Tensor, tid2eid: torch.Tensor, score: str,
+    num_tokens: torch.Tensor | None, out: Routes | None,
+) -> Routes:  # fmt: skip
+    op = "route_hash"
+    check.tensor(op, "router_logits", router_logits, (torch.float32,), (None, None), "[T, E]")
+    check.dtype(op, "token_ids", token_ids, check.INTS)
+    check.shape(op, "token_ids", token_ids, (router_logits.shape[0],), "[T]")
+    check.device(op, "token_ids", token_ids, router_logits)
+    check.tensor(op, "tid2eid", tid2eid, check.INTS, (None, None), "[V, topk]", router_logits)
+    inputs = (token_ids, tid2eid, num_tokens)
+    return check_routes(op, router_logits, tid2eid.shape[1], score, num_tokens, out, inputs)
+
+
+def route_hash_reference(
+    router_logits: torch.Tensor, token_ids: torch.Tensor, tid2eid: torch.Tensor, *,
+    route_scale: float = 1.0, score: str = "sqrtsoftplus", num_tokens: torch.Tensor | None = None,
+    out: Routes | None = None,
+) -> Routes:  # fmt: skip
+    """The definition in plain torch, sharing nothing with the kernel."""
+    out = _checked(router_logits, token_ids, tid2eid, score, num_tokens, out)
+    if router_logits.shape[0] == 0 or tid2eid.shape[1] == 0:
+        return out
+    return _reference(router_logits, token_ids, tid2eid, route_scale, score, num_tokens, out)
+
+
+def _reference(
+    router_logits: torch.Tensor, token_ids: torch.Tensor, tid2eid: torch.Tensor,
+    route_scale: float, score: str, num_tokens: torch.Tensor | None, out: Routes,
+) -> Routes:  # fmt: skip
+    if num_tokens is not None:  # padded rows may hold any id
+        used = torch.arange(token_ids.shape[0], device=token_ids.device) < num_tokens
+        token_ids = torch.where(used, token_ids, 0)
+    ids = tid2eid.index_select(0, token_ids).long()
+    scores = scores_reference(router_logits, score)
+    return weigh_reference(scores, ids, route_scale, num_tokens, out)

@@ -1,0 +1,145 @@
+"""Router: ``s = sqrt(softplus(logits))``, the ``topk`` largest ``s + bias``, weights from ``s``.
+
+Order: falling biased score, lower expert id on ties. Weights: ``s_k / sum(s_k) * route_scale``; the
+bias takes part in the choice only.
+Numerics: scores to fp32 accuracy, biased scores, sums and weights in fp32, the sum in order of k.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from ftkernels import backend, check, config
+from ftkernels.spec import Case, Inputs, KernelSpec
+from ftkernels.target import Target
+from ftkernels.testing import randn
+
+Routes = tuple[torch.Tensor, torch.Tensor]
+SCORES = ("sqrtsoftplus", "sigmoid", "softmax")
+
+
+def route_topk(
+    router_logits: torch.Tensor, bias: torch.Tensor | None, *, topk: int, route_scale: float = 1.0,
+    score: str = "sqrtsoftplus", num_tokens: torch.Tensor | None = None, out: Routes | None = None,
+) -> Routes:  # fmt: skip
+    """Choose ``topk`` experts for each token.
+
+    Args:
+        router_logits: ``[T, E]`` fp32, rows may be strided.
+        bias: ``[E]`` fp32 added to the scores for the choice, or None.
+        topk: experts a token, ``1..E``.
+        route_scale: factor on the normalized weights (DeepSeek-V4-Flash: 1.5).
+        score: ``"sqrtsoftplus"``, ``"sigmoid"`` or ``"softmax"``.
+        num_tokens: ``[1]`` int32 on the device; rows from there on get id -1 and weight 0.
+        out: ``(topk_weights, topk_ids)``; allocated when omitted.
+
+    Returns:
+        ``topk_weights [T, topk]`` fp32 and ``topk_ids [T, topk]`` int32.
+
+    Raises:
+        TypeError: unsupported dtype.
+        ValueError: shape, stride, topk or score outside the contract.
+
+    Graph-safe when ``out`` is given: no allocation, no host sync.
+    """
+    out = _checked(router_logits, bias, topk, score, num_tokens, out)
+    if router_logits.shape[0] == 0:
+        return out
+    if backend.use_reference(router_logits):
+        return _reference(router_logits, bias, topk, route_scale, score, num_tokens, out)
+    weights, ids = out
+    rows, num_experts = router_logits.shape
+    cfg = config.lookup("route_topk", {"T": rows, "E": num_experts}, default_config, grows="T")
+    with backend.on_device(router_logits):
+        _route_topk_kernel[(rows,)](
+            router_logits, router_logits.stride(0), bias,
+            weights, weights.stride(0), ids, ids.stride(0), num_tokens,
+            num_experts, route_scale,
+            SCORE=score, TOPK=topk, BLOCK_K=triton.next_power_of_2(topk),
+            BLOCK_E=triton.next_power_of_2(num_experts), HAS_BIAS=bias is not None,
+            HAS_COUNT=num_tokens is not None, num_warps=cfg.num_warps,
+        )  # fmt: skip
+    return out
+
+
+def _checked(
+    router_logits: torch.Tensor, bias: torch.Tensor | None, topk: int, score: str,
+    num_tokens: torch.Tensor | None, out: Routes | None,
+) -> Routes:  # fmt: skip
+    op = "route_topk"
+    check.tensor(op, "router_logits", router_logits, (torch.float32,), (None, None), "[T, E]")
+    num_experts = router_logits.shape[1]
+    if bias is not None:
+        check.tensor(op, "bias", bias, (torch.float32,), (num_experts,), "[E]", router_logits)
+    check.require(
+        1 <= topk <= num_experts, lambda: f"{op}: topk is {topk}, expected 1 to {num_experts}"
+    )
+    inputs = (bias, num_tokens)
+    return check_routes(op, router_logits, topk, score, num_tokens, out, inputs)
+
+
+def check_routes(
+    op: str, router_logits: torch.Tensor, topk: int, score: str, num_tokens: torch.Tensor | None,
+    out: Routes | None, inputs: tuple[torch.Tensor | None, ...],
+) -> Routes:  # fmt: skip
+    """The refusals that `route_topk` and `route_hash` share; gives the outputs."""
+    check.require(score in SCORES, lambda: f"{op}: score is {score!r}, expected one of {SCORES}")
+    if num_tokens is not None:
+        check.tensor(op, "num_tokens", num_tokens, (torch.int32,), (1,), "[1]", router_logits)
+    weights, ids = (None, None) if out is None else out
+    size = (router_logits.shape[0], topk)
+    return (
+        check.output(op, weights, size, like=router_logits, name="topk_weights", inputs=inputs),
+        check.output(op, ids, size, like=router_logits, dtype=torch.int32, name="topk_ids",
+                     inputs=inputs),
+    )  # fmt: skip
+
+
+def route_topk_reference(
+    router_logits: torch.Tensor, bias: torch.Tensor | None, *, topk: int, route_scale: float = 1.0,
+    score: str = "sqrtsoftplus", num_tokens: torch.Tensor | None = None, out: Routes | None = None,
+) -> Routes:  # fmt: skip
+    """The definition in plain torch, sharing nothing with the kernel."""
+    out = _checked(router_logits, bias, topk, score, num_tokens, out)
+    return _reference(router_logits, bias, topk, route_scale, score, num_tokens, out)
+
+
+def _reference(
+    router_logits: torch.Tensor, bias: torch.Tensor | None, topk: int, route_scale: float,
+    score: str, num_tokens: torch.Tensor | None, out: Routes,
+) -> Routes:  # fmt: skip
+    scores = scores_reference(router_logits, score)
+    biased = scores if bias is None else scores + bias
+    ids = biased.sort(dim=-1, descending=True, stable=True)[1][:, :topk]
+    return weigh_reference(scores, ids, route_scale, num_tokens, out)
+
+
+def scores_reference(router_logits: torch.Tensor, score: str) -> torch.Tensor:
+    """Scores in fp32, by way of fp64 so that a value does not depend on its place in the tensor."""
+    wide = router_logits.double()
+    if score == "sqrtsoftplus":
+        return torch.nn.functional.softplus(wide, threshold=20.0).sqrt_().float()
+    if score == "sigmoid":
+        return wide.sigmoid_().float()
+    return wide.softmax(-1).float()
+
+
+def weigh_reference(
+    scores: torch.Tensor, ids: torch.Tensor, route_scale: float, num_tokens: torch.Tensor | None,
+    out: Routes,
+) -> Routes:  # fmt: skip
+    """Writes the normalized weights of `ids` and the ids; rows from `num_tokens` on are left out."""
+    chosen = scores.gather(1, ids)
+    total = chosen.cumsum(-1)[:, -1:]  # in order of k whatever the number of rows
+    weights = chosen.div_(total).mul_(route_scale)
+    if num_tokens is not None:
+        unused = torch.arange(ids.shape[0], device=ids.device)[:, None] >= num_tokens
+        weights, ids = weights.masked_fill_(unused, 0.0), ids.masked_fill(unused, -1)
+    out[0].copy_(weights)
+    out[1].copy_(ids)
+    return out
