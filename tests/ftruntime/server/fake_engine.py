@@ -1,4 +1,4 @@
-"""A scripted engine behind the front, and the demo tokenizer in a directory."""
+"""A scripted engine behind the front, and a small byte-level tokenizer in a directory."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ftruntime.demo.vocabulary import build_tokenizer
+import tokenizers
+
 from ftruntime.server.bridge import EngineDeadError, Health
 from ftruntime.server.front import ServerSettings
+from ftruntime.tokenizer import special
 from ftruntime.tokenizer.chat import ChatFormat
 from ftruntime.tokenizer.tokenizer import Tokenizer
 from ftruntime.types import RequestRejectedError, SamplingParams, TokenEvent, TokenLogprobs
@@ -20,8 +22,28 @@ MODEL = "demo-model"
 
 
 def write_tokenizer(path: Path) -> Path:
-    build_tokenizer(512).save(str(path / "tokenizer.json"))
-    names = {"bos_token": "<｜begin▁of▁sentence｜>", "eos_token": "<｜end▁of▁sentence｜>"}
+    """BOS 0, EOS 1, pad 2, then the bytes, some merges, and the chat's markers."""
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=[special.BOS, special.EOS, special.PAD],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(
+        ["Hello there, the sailor and the other sailor Stop"] * 9, trainer
+    )
+    markers = (
+        special.USER,
+        special.ASSISTANT,
+        special.THINK_OPEN,
+        special.THINK_CLOSE,
+        special.DSML,
+    )
+    tokenizer.add_tokens([tokenizers.AddedToken(text, normalized=False) for text in markers])
+    tokenizer.save(str(path / "tokenizer.json"))
+    names = {"bos_token": special.BOS, "eos_token": special.EOS}
     (path / "tokenizer_config.json").write_text(json.dumps(names))
     return path
 
@@ -53,6 +75,7 @@ class FakeEngine:
     fail_with: str = "error"
     die_after: int | None = None
     cached: int = 0
+    pause_s: float = 0.0
     started: list[tuple[str, tuple[int, ...], SamplingParams]] = field(default_factory=list)
     running: set[str] = field(default_factory=set)
     aborted: list[tuple[str, int]] = field(default_factory=list)
@@ -99,7 +122,7 @@ class FakeEngine:
             while not over:
                 if given >= self.free_tokens and self.gate is not None:
                     await self.gate.wait()
-                await asyncio.sleep(0)
+                await asyncio.sleep(self.pause_s)
                 event = self._event(request_id, params, tokens, given)
                 over = event.finish_reason is not None
                 given += event.token_id is not None

@@ -1,5 +1,5 @@
-"""Mutants tried: stop before parser, no hold-back, flush dropped at the end, EOS text shown, scores copied or of cut text
-kept, min_tokens ignored, tool_calls reported on length."""
+"""Mutants tried: stop before parser, no hold-back, flush dropped at the end, EOS text shown, scores
+copied or of cut text kept, min_tokens ignored, tool_calls reported on length."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def test_the_ending_token_has_no_scores(tokenizer: Tokenizer) -> None:
 def test_visible_text_is_what_the_whole_says(
     tokenizer: Tokenizer, answer: str, stops: list[str], thinking: bool
 ) -> None:
-    """Against the definition over the whole text: split at the marker, cut at the earliest complete stop."""
+    """Against the definition over the whole: split at the marker, cut at the first stop."""
     reasoning, content = "", answer
     if thinking:
         reasoning, _, content = answer.partition("</think>")
