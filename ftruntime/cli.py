@@ -7,12 +7,9 @@ line. Every refusal is one sentence. Heavy imports wait until the command line i
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import json
 import logging
-import os
 import platform
-import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -24,14 +21,19 @@ import click
 from ftruntime import inspect as inspection
 from ftruntime import log
 from ftruntime.config import RuntimeConfig, check_servable, inactive_flags
+from ftruntime.demo_cache import DISTRIBUTION, ensure_demo, version
 from ftruntime.facts import probe
-from ftruntime.flags import flag_name
+from ftruntime.flags import FlagSpec, checked, flag_name, parse
 from ftruntime.model.config import ModelConfig
 from ftruntime.options import flag_options, read_config
 from ftruntime.plan import DeviceFacts, NotEnoughMemoryError, Plan, resolve
 
-_DISTRIBUTION = "ftkernels"
 _FAILED, _USAGE, _INTERRUPTED = 1, 2, 130
+_SEED = FlagSpec(kind="int", help="Seed of all weights.", default=0, low=0)
+_PRESET = FlagSpec(
+    kind="str", help="small (head 128) or tiny (head 64).", default="small",
+    choices=("small", "tiny"),
+)  # fmt: skip
 
 _logger = logging.getLogger(__name__)
 
@@ -86,14 +88,6 @@ def _refusals(exit_code: int) -> Iterator[None]:
         raise Failure(str(error), exit_code) from error
 
 
-def version() -> str:
-    """Version of the installed distribution."""
-    try:
-        return importlib.metadata.version(_DISTRIBUTION)
-    except importlib.metadata.PackageNotFoundError:
-        return "0+unknown"
-
-
 @click.group(
     cls=_Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120}
 )
@@ -105,46 +99,55 @@ def main() -> None:
 @main.command()
 @click.argument("model_dir", metavar="[MODEL]", required=False)
 @flag_options
-def serve(model_dir: str | None, **params: str | bool | None) -> int | None:
-    """Serve MODEL, a checkpoint directory, over HTTP; without one, a demo checkpoint is made and
-    cached.
-    """
+def serve(model_dir: str | None, **params: str | bool | None) -> int:
+    """Serve MODEL, a checkpoint directory, over HTTP; without one, a demo model."""
     with _refusals(_USAGE):
         config = read_config(params, model_dir)
         check_servable(config)
         facts = probe(config.device)
     log.setup()
     _check_platform()
-    if config.model is None:
-        config = _with_demo(config)
+    config = _with_model(config)
     shape = _checkpoint_shape(config)
     with _refusals(_USAGE):
         plan = resolve(config, shape, facts)
-    with _refusals(_FAILED):
-        check_port_free(config.host, config.port)
     _log_plan(config, facts, plan)
     with _refusals(_FAILED):
         return _run(config)
 
 
-def _run(config: RuntimeConfig) -> int | None:
+def _run(config: RuntimeConfig) -> int:
     """Hand over to the HTTP front; returns when the server has shut down."""
     try:
-        from ftruntime.server.bridge import Bridge
-        from ftruntime.server.serve import run_server
-        from ftruntime.tokenizer.chat import ChatFormat
-        from ftruntime.tokenizer.tokenizer import Tokenizer
+        _front()
     except ModuleNotFoundError as error:
-        if error.name is None or error.name.startswith("ftruntime"):
-            raise
-        sentence = f"{error.name} is not installed, expected: pip install '{_DISTRIBUTION}[serve]'"
+        sentence = f"{error.name} is not installed, expected: pip install '{DISTRIBUTION}[serve]'"
         raise Failure(sentence, _FAILED) from error
+    from ftruntime.server.bridge import Bridge
+    from ftruntime.server.serve import claim_port, run_server
+    from ftruntime.tokenizer.chat import ChatFormat
+    from ftruntime.tokenizer.tokenizer import Tokenizer
+
+    # held from here on, so that nobody takes the port while the model loads
+    listener = claim_port(config.host, config.port)
     directory = Path(str(config.model))
     tokenizer, chat = Tokenizer.from_dir(directory), ChatFormat.from_dir(directory)
     # the engine has no use for the key
     engine_config = replace(config, api_key=None).to_dict()
     client = Bridge(engine_config, stall_timeout_s=config.stall_timeout_s)
-    return run_server(config, client, tokenizer, chat)
+    return run_server(config, client, tokenizer, chat, listener=listener)
+
+
+def _front() -> None:
+    """Import what an installation without the extra lacks."""
+    import fastapi
+    import tokenizers
+    import uvicorn
+
+    _logger.debug(
+        "front fastapi=%s tokenizers=%s uvicorn=%s",
+        fastapi.__version__, tokenizers.__version__, uvicorn.__version__,
+    )  # fmt: skip
 
 
 @main.command()
@@ -185,33 +188,25 @@ def inspect(
 
 @main.command("make-demo")
 @click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
-@click.option(
-    "--seed", type=click.IntRange(min=0), default=0, help="Seed of all weights. [default: 0]"
-)
-@click.option(
-    "--preset", default="small", help="small (head 128) or tiny (head 64). [default: small]"
-)
+@click.option("--seed", default="0", metavar="N", help=_SEED.help_line)
+@click.option("--preset", default="small", metavar="small|tiny", help=_PRESET.help_line)
 @click.option("--force", is_flag=True, help="Replace a demo checkpoint that is already there.")
-def make_demo(directory: Path, seed: int, preset: str, force: bool) -> None:
+def make_demo(directory: Path, seed: str, preset: str, force: bool) -> None:
     """Write a tiny random checkpoint in the official format to DIR."""
+    with _refusals(_USAGE):
+        number = checked("seed", parse(seed, _SEED), _SEED)
+        checked("preset", preset, _PRESET)
     log.setup()
-    with _refusals(_FAILED):
-        try:
-            _write_demo(directory, seed=seed, preset=preset, force=force)
-        except FileExistsError as error:
-            raise Failure(str(error), _USAGE) from error
-        except ValueError as error:
-            raise Failure(f"--preset is {preset}: {error}", _USAGE) from error
-    click.echo(str(directory))
-
-
-def _write_demo(
-    directory: Path, *, seed: int = 0, preset: str = "small", force: bool = False
-) -> None:
     from ftruntime import demo
 
-    with _progress(f"writing {directory}") as progress:
-        demo.make_demo(directory, seed=seed, preset=preset, force=force, progress=progress)
+    with _refusals(_FAILED), _progress(f"writing {directory}") as progress:
+        try:
+            demo.make_demo(
+                directory, seed=int(number or 0), preset=preset, force=force, progress=progress
+            )
+        except FileExistsError as error:
+            raise Failure(str(error), _USAGE) from error
+    click.echo(str(directory))
 
 
 @contextlib.contextmanager
@@ -229,27 +224,11 @@ def _progress(title: str) -> Iterator[Callable[[str, float], None] | None]:
         yield lambda name, share: bar.update(task, completed=share, description=f"{title} {name}")
 
 
-def demo_directory() -> Path:
-    """Where the cached demo checkpoint of this version lies: under XDG_CACHE_HOME, else
-    ``~/.cache``.
-    """
-    root = os.environ.get("XDG_CACHE_HOME", "")
-    base = Path(root) if os.path.isabs(root) else Path.home() / ".cache"
-    return base / "ftruntime" / f"demo-{version()}"
-
-
-def _with_demo(config: RuntimeConfig) -> RuntimeConfig:
-    directory = demo_directory()
-    if not (directory / "config.json").is_file():
-        _logger.info("no model given, writing a demo checkpoint path=%s", directory)
-        with _refusals(_FAILED):
-            try:
-                _write_demo(directory)
-            except FileExistsError:
-                # another server made it meanwhile: it appears whole or not at all
-                if not (directory / "config.json").is_file():
-                    raise
-    return replace(config, model=str(directory))
+def _with_model(config: RuntimeConfig) -> RuntimeConfig:
+    if config.model is not None:
+        return config
+    with _refusals(_FAILED), _progress("writing the demo checkpoint") as progress:
+        return replace(config, model=str(ensure_demo(progress)))
 
 
 def _checkpoint_shape(config: RuntimeConfig) -> ModelConfig:
@@ -268,29 +247,6 @@ def _check_platform() -> None:
     system, machine = platform.system(), platform.machine()
     if (system, machine) != ("Linux", "x86_64"):
         raise Failure(f"this machine is {system} {machine}, expected Linux x86_64", _FAILED)
-
-
-def check_port_free(host: str, port: int) -> None:
-    """Bind and let go, before minutes are spent on loading.
-
-    Raises:
-        OSError: the address is not one of this machine's, or the port is taken; one sentence with
-        the remedy.
-    """
-    try:
-        family, kind, proto, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-    except socket.gaierror as error:
-        raise OSError(f"--host is {host}, expected an address of this machine") from error
-    with socket.socket(family, kind, proto) as probe_socket:
-        probe_socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe_socket.bind(address)
-        except OSError as error:
-            raise OSError(
-                f"--port is {port}, expected a port that can be opened on {host} ({error.strerror})"
-            ) from error
 
 
 def _log_plan(config: RuntimeConfig, facts: DeviceFacts, plan: Plan) -> None:

@@ -11,7 +11,10 @@ import difflib
 import math
 import os
 from dataclasses import dataclass, field
-from typing import Literal, NoReturn, TypeVar, cast
+from typing import Final, Literal, NoReturn, TypeVar, cast
+
+_LIMIT: Final = 2**40
+"""No setting is as large: sizes made of several settings stay inside 64 bits."""
 
 Kind = Literal["int", "float", "str", "switch"]
 FlagValue = int | float | str | bool | None
@@ -146,13 +149,13 @@ def checked(name: str, value: object, spec: FlagSpec) -> FlagValue:
         return value
     if spec.kind == "str":
         return _checked_words(name, value, spec)
-    number_like = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number_like or not math.isfinite(cast(float, value)):
+    if isinstance(value, bool) or not isinstance(value, int | float) or value != value:
         refuse(name, value, _range_text(spec), spec)
-    plain = cast(float, value)
-    if not _inside(plain, spec) or (spec.kind == "int" and not _whole(plain, spec)):
-        refuse(name, value, _range_text(spec) + _nearest_text(plain, spec), spec)
-    return float(plain) if spec.kind == "float" else int(plain)
+    if abs(value) >= _LIMIT:
+        refuse(name, value, f"{_range_text(spec)}, below 2^40", spec)
+    if not _inside(value, spec) or (spec.kind == "int" and not _whole(value, spec)):
+        refuse(name, value, _range_text(spec) + _nearest_text(value, spec), spec)
+    return float(value) if spec.kind == "float" else int(value)
 
 
 def refuse(name: str, value: object, expected: str, spec: FlagSpec | None = None) -> NoReturn:
@@ -220,13 +223,14 @@ def _nearest_text(value: float, spec: FlagSpec) -> str:
             return f" (nearest: {near:g})"
         return "" if spec.default is None else f" (for example {spec.default})"
     step = spec.multiple_of
-    below, above = math.floor(value / step) * step, math.ceil(value / step) * step
-    low = None if spec.low is None else math.ceil(spec.low / step) * step
-    high = None if spec.high is None else math.floor(spec.high / step) * step
-    legal = sorted(
-        {
-            min(max(c, low if low is not None else c), high if high is not None else c)
-            for c in (below, above)
-        }
-    )
-    return f" (nearest: {', '.join(str(c) for c in legal)})"
+    legal = {_clamped(edge(value / step) * step, spec) for edge in (math.floor, math.ceil)}
+    return f" (nearest: {', '.join(str(c) for c in sorted(legal))})"
+
+
+def _clamped(value: int, spec: FlagSpec) -> int:
+    step = spec.multiple_of
+    if spec.low is not None:
+        value = max(value, math.ceil(spec.low / step) * step)
+    if spec.high is not None:
+        value = min(value, math.floor(spec.high / step) * step)
+    return value

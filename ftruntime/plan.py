@@ -7,6 +7,7 @@ allocated.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal, NoReturn
@@ -223,7 +224,14 @@ class _Sizer:
         most = -(-context * self.config.max_running_requests // PAGE_TOKENS)
         if self.facts.kind == "cpu":
             most = min(most, _CPU_AUTO_TOKENS // PAGE_TOKENS)
-        return PAGE_TOKENS * _largest(most, lambda pages: self.fits(pages * PAGE_TOKENS, slots))
+        return self.fitting_tokens(most, slots)
+
+    def fitting_tokens(self, most_pages: int, slots: int) -> int:
+        fits = functools.partial(self._pages_fit, slots=slots)
+        return PAGE_TOKENS * _largest(most_pages, fits)
+
+    def _pages_fit(self, pages: int, slots: int) -> bool:
+        return self.fits(pages * PAGE_TOKENS, slots)
 
 
 def _largest(most: int, good: Callable[[int], bool]) -> int:
@@ -305,7 +313,8 @@ def _refuse_size(sizer: _Sizer, num_tokens: int, slots: int) -> NoReturn:
     """One sentence for a plan larger than the memory: the flag that can give way, or what is
     missing.
     """
-    config, most = sizer.config, sizer.most_tokens(slots)
+    config = sizer.config
+    most = sizer.fitting_tokens(num_tokens // PAGE_TOKENS, slots)
     room = f"{sizer.budget / _GIB:.2f} GiB are free under --memory-ratio {config.memory_ratio}"
     if sizer.explicit_tokens() is not None and sizer.fits(most, slots):
         name, unit = ("num_pages", PAGE_TOKENS) if config.num_pages else ("num_tokens", 1)

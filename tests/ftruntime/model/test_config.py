@@ -1,7 +1,7 @@
 """The shape of a checkpoint: published values, and one sentence for every inconsistency.
 
-Mutants tried and seen red: ratios not trimmed, the shapes of flash and pro swapped in one field, a missing
-field defaulted to 0, the power-of-two check dropped, eos list reduced to its first entry.
+Mutants tried and seen red: ratios not trimmed, the shapes of flash and pro swapped in one field, a
+missing field defaulted to 0, the power-of-two check dropped, eos list reduced to its first entry.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ FLASH: dict[str, object] = {
 TINY = {
     "vocab_size": 512, "hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 8,
     "o_groups": 8, "compress_ratios": [0, 4, 128, 4, 0], "n_routed_experts": 16,
-    "num_experts_per_tok": 4, "moe_intermediate_size": 256, "num_hash_layers": 1, "q_lora_rank": 128,
+    "num_experts_per_tok": 4, "moe_intermediate_size": 256, "num_hash_layers": 1,
+    "q_lora_rank": 128,
 }  # fmt: skip
 
 
@@ -68,7 +69,7 @@ def test_pro_is_the_published_shape():
     assert values == (7168, 128, 1536, 16, 1024, 384, 3072, 2.5)
 
 
-@pytest.mark.parametrize("head, rope, index", [(128, 64, 64), (64, 16, 32)], ids=str)
+@pytest.mark.parametrize(("head", "rope", "index"), [(128, 64, 64), (64, 16, 32)], ids=str)
 def test_small_sizes_are_variables(head, rope, index):
     config = ModelConfig.from_dict(
         {**FLASH, **TINY, "head_dim": head, "qk_rope_head_dim": rope, "index_head_dim": index}
@@ -108,17 +109,21 @@ WRONG = [
     ({"hidden_size": 4100}, "hidden_size is 4100, expected a multiple of 32"),
     ({"moe_intermediate_size": 100}, "moe_intermediate_size is 100, expected a multiple of 32"),
     ({"num_hidden_layers": 0}, "num_hidden_layers is 0, expected at least 1"),
-    ({"num_hidden_layers": 60}, "compress_ratios is 44 entries, expected at least num_hidden_layers (60)"),
+    ({"num_hidden_layers": 60},
+     "compress_ratios is 44 entries, expected at least num_hidden_layers (60)"),
     ({"o_groups": 7}, "o_groups is 7, expected a divisor of num_attention_heads (64)"),
-    ({"qk_rope_head_dim": 63}, "qk_rope_head_dim is 63, expected an even number below head_dim (512)"),
-    ({"qk_rope_head_dim": 512}, "qk_rope_head_dim is 512, expected an even number below head_dim (512)"),
+    ({"qk_rope_head_dim": 63},
+     "qk_rope_head_dim is 63, expected an even number below head_dim (512)"),
+    ({"qk_rope_head_dim": 512},
+     "qk_rope_head_dim is 512, expected an even number below head_dim (512)"),
     ({"index_head_dim": 96}, "index_head_dim is 96, expected a power of two"),
     ({"index_head_dim": 32}, "index_head_dim is 32, expected at least qk_rope_head_dim (64)"),
     ({"sliding_window": 256}, "sliding_window is 256, expected 128"),
     ({"n_shared_experts": 2}, "n_shared_experts is 2, expected 1"),
     ({"scoring_func": "softmax"}, "scoring_func is 'softmax', expected sqrtsoftplus"),
     ({"expert_dtype": "fp8"}, "expert_dtype is 'fp8', expected 'fp4'"),
-    ({"num_experts_per_tok": 300}, "num_experts_per_tok is 300, expected at most n_routed_experts (256)"),
+    ({"num_experts_per_tok": 300},
+     "num_experts_per_tok is 300, expected at most n_routed_experts (256)"),
     ({"num_hash_layers": 44}, "num_hash_layers is 44, expected at most num_hidden_layers (43)"),
     ({"num_hash_layers": -1}, "num_hash_layers is -1, expected at least 0"),
     ({"tie_word_embeddings": True}, "tie_word_embeddings is True, expected false"),
@@ -126,12 +131,14 @@ WRONG = [
     ({"num_key_value_heads": 8}, "num_key_value_heads is 8, expected 1"),
     ({"model_type": "llama"}, "model_type is 'llama', expected \"deepseek_v4\""),
     ({"eos_token_id": []}, "eos_token_id is [], expected integers"),
-    ({"eos_token_id": [1, 129280]}, "eos_token_id is [1, 129280], expected ids below vocab_size (129280)"),
+    ({"eos_token_id": [1, 129280]},
+     "eos_token_id is [1, 129280], expected ids below vocab_size (129280)"),
     ({"bos_token_id": -1}, "bos_token_id is -1, expected an id below vocab_size (129280)"),
     ({"swiglu_limit": -1.0}, "swiglu_limit is -1.0, expected at least 0"),
     ({"rope_theta": float("nan")}, "rope_theta is nan, expected a finite number"),
     ({"rms_norm_eps": 0}, "rms_norm_eps is 0.0, expected a number above 0"),
-    ({"rope_scaling": {**YARN, "type": "linear"}}, "rope_scaling.type is 'linear', expected 'yarn'"),
+    ({"rope_scaling": {**YARN, "type": "linear"}},
+     "rope_scaling.type is 'linear', expected 'yarn'"),
     ({"rope_scaling": {"type": "yarn", "factor": 16}},
      "rope_scaling.original_max_position_embeddings is missing"),
     ({"rope_scaling": {**YARN, "factor": 0.5}}, "rope_scaling.factor is 0.5, expected at least 1"),
@@ -143,7 +150,7 @@ WRONG = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("change, sentence", WRONG, ids=[next(iter(w[0])) for w in WRONG])
+@pytest.mark.parametrize(("change", "sentence"), WRONG, ids=[next(iter(w[0])) for w in WRONG])
 def test_inconsistent_config_is_one_sentence(change, sentence):
     with pytest.raises(ValueError) as refusal:
         ModelConfig.from_dict({**FLASH, **change}, source="some/config.json")
@@ -152,7 +159,9 @@ def test_inconsistent_config_is_one_sentence(change, sentence):
 
 def test_unknown_ratio():
     ratios = [0, 0] + [4, 64] * 20 + [4, 0]
-    with pytest.raises(ValueError, match="compress_ratios is .*expected 0, 4 or 128 for each layer"):
+    with pytest.raises(
+        ValueError, match=r"compress_ratios is .*expected 0, 4 or 128 for each layer"
+    ):
         ModelConfig.from_dict({**FLASH, "compress_ratios": ratios})
 
 

@@ -1,0 +1,132 @@
+"""`ftruntime inspect`: the worked numbers, the report's command line, and what it refuses.
+
+Mutants tried and seen red: --cards not setting the ranks, GiB taken for GB, notes on stdout.
+"""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from click.testing import CliRunner, Result
+
+from ftruntime.cli import main
+from ftruntime.demo.presets import demo_config
+
+# the command line of the report that started the project, without the directory
+_REPORT = (
+    "--tensor-parallel-size 8 --disable-pynccl --moe-backend offload --moe-cache-auto "
+    "--kv-reserve-tokens 327680 --num-tokens 327680 --swa-full-tokens-ratio 0.12 "
+    "--memory-ratio 0.90 --max-running-requests 50 --cuda-graph-max-bs 64 "
+    "--max-prefill-length 4096 --expert-load parallel --expert-prefetch 2 --enable-cache-report "
+    "--decode-log-interval 20 --decode-interleave-every 8 "
+    "--served-model-name deepseek-v4-flash --host 0.0.0.0 --port 1919 --moe-prefill-hit-d2d"
+)
+REPORT = _REPORT.split()
+
+
+def inspect(*words: str) -> Result:
+    return CliRunner().invoke(main, ["inspect", *words])
+
+
+def values(*words: str) -> dict[str, object]:
+    result = inspect(*words, "--json")
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+@pytest.mark.parametrize(("ratio", "window", "chunk"), [("0.12", 308, 3456), ("0.02", 261, 384)])
+def test_worked_chunk_numbers(ratio, window, chunk):
+    plan = values(
+        "flash", "--num-tokens", "327680", "--max-running-requests", "50",
+        "--swa-full-tokens-ratio", ratio, "--max-prefill-length", "4096",
+    )  # fmt: skip
+    numbers = [plan[name] for name in ("window_pages", "reserved_window_pages", "chunk_tokens")]
+    assert numbers == [window, 253, chunk]
+    assert plan["limiting"] == "window_pages"
+
+
+def test_the_command_line_of_the_report():
+    plan = values("--model", "flash", *REPORT, "--cards", "8", "--card-gib", "24")
+    assert (plan["chunk_tokens"], plan["window_pages"], plan["ranks"]) == (3456, 308, 8)
+    assert (plan["num_tokens"], plan["min_expert_slots"], plan["max_decode_gap_s"]) == (
+        327680,
+        6,
+        None,
+    )
+    assert plan["budget_bytes"] == int(24 * 2**30 * 0.9)
+    assert sum(plan["bytes"].values()) == plan["total_bytes"] == plan["budget_bytes"]
+    assert plan["fits"] is True
+
+
+def test_cards_set_the_ranks_unless_told():
+    assert values("flash", "--cards", "8")["ranks"] == 8
+    assert values("flash", "--cards", "8", "--tp", "4")["ranks"] == 4
+    assert values("flash", "--card-gib", "140", "--tp", "2")["ranks"] == 2
+
+
+def test_flags_that_serve_refuses_are_planned():
+    plan = values("flash", "--tp", "2", "--max-decode-gap-ms", "500", "--prefill-layer-groups", "4")
+    assert plan["ranks"] == 2
+
+
+def test_pro():
+    assert values("pro", "--cards", "8", "--card-gib", "80")["num_experts"] == 61 * 384
+
+
+def test_the_table_holds_the_same_numbers_and_logs_stay_on_stderr():
+    result = inspect("flash", *REPORT, "--cards", "8")
+    assert result.exit_code == 0
+    rows = dict(line.split(maxsplit=1) for line in result.stdout.splitlines() if line.strip())
+    assert rows["chunk_tokens"].strip() == "3456"
+    assert rows["limiting"].strip() == "window_pages"
+    assert rows["carry"].split()[1].isdigit()
+    assert "prefill chunk clamped" not in result.stdout
+    assert "prefill chunk clamped chunk_tokens=3456" in result.stderr
+    assert "served context is far below the model's max_model_len=327680" in result.stderr
+
+
+def test_a_directory_needs_its_config_only(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(demo_config("tiny")))
+    plan = values(str(tmp_path), "--device", "cpu", "--num-tokens", "1024")
+    assert plan["num_experts"] == 6 * 16
+    assert (plan["num_tokens"], plan["max_model_len"], plan["model"]) == (1024, 1024, str(tmp_path))
+
+
+WRONG = [
+    (["flash", "--cards", "0"], 2, "--cards is 0, expected an integer in [1, 1024] (nearest: 1)"),
+    (["flash", "--cards", "many"], 2, "--cards is many, expected an integer in [1, 1024]"),
+    (["flash", "--card-gib", "-1"], 2, "--card-gib is -1, expected a number in (0, 4096]"),
+    (["flash", "--cards", "2", "--device", "cpu"], 2,
+     "--cards is 2, expected it unset with --device cpu"),
+    (["flash", "--cards", "4", "--tp", "8"], 2,
+     "--tensor-parallel-size is 8, expected at most the 4 cards of this machine"),
+    (["flash", "--tp", "3"], 2,
+     "--tensor-parallel-size is 3, expected a divisor of num_attention_heads (64)"),
+    ([], 2, "MODEL is missing, expected a checkpoint directory, flash or pro"),
+    (["/nowhere"], 2, "--model is /nowhere, expected a checkpoint directory"),
+    (["flash", "--model", "pro"], 2,
+     "--model is pro, expected only one model, flash was given too"),
+    (["flash", "--moe-cache-size", "5"], 2, "--moe-cache-size is 5, expected 6 to 11008"),
+    (["flash", "--max-model-len", "2000000"], 2,
+     "--max-model-len is 2000000, expected at most the model's 1048576"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "sentence"), WRONG, ids=[" ".join(w[0]) or "-" for w in WRONG]
+)
+def test_wrong_input_is_one_sentence(words, code, sentence):
+    result = inspect(*words)
+    assert result.exit_code == code
+    assert result.stderr.startswith(sentence)
+    assert result.stderr.count("\n") == 1
+    assert result.stdout == ""
+
+
+def test_a_broken_config_is_a_failure(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    result = inspect(str(tmp_path))
+    assert result.exit_code == 1
+    expected = f"{tmp_path}/config.json: model_type is 'llama', expected \"deepseek_v4\"\n"
+    assert result.stderr == expected
