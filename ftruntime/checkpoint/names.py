@@ -1,7 +1,8 @@
 """Every tensor a DeepSeek-V4 checkpoint must hold: name, storage dtype and shape.
 
-FP8 matrices come as `X.weight` F8_E4M3 with `X.scale` F8_E8M0, one scale per 128 x 128 block. Routed experts come as
-`X.weight` I8, two FP4 codes a byte, with `X.scale` F8_E8M0, one scale per 32 input channels.
+FP8 matrices come as `X.weight` F8_E4M3 with `X.scale` F8_E8M0, one scale per 128 x 128 block.
+Routed experts come as `X.weight` I8, two FP4 codes a byte, with `X.scale` F8_E8M0, one scale per 32
+input channels.
 """
 
 from __future__ import annotations
@@ -90,7 +91,8 @@ def block_tensors(
 
 
 def expert_name(prefix: str, expert: int, matrix: str) -> str:
-    """Name, without suffix, of a routed expert's matrix `w1`, `w2` or `w3` in the block `prefix`."""
+    """Name, without suffix, of a routed expert's matrix `w1`, `w2` or `w3` in the block
+    `prefix`."""
     return f"{prefix}.ffn.experts.{expert}.{matrix}"
 
 
@@ -126,7 +128,11 @@ def _compressor_tensors(name: str, width: int, hidden: int, ratio: int) -> Itera
 
 
 def _moe_tensors(config: ModelConfig, ffn: str, hash_routed: bool) -> Iterator[Named]:
-    hidden, inter, experts = config.hidden_size, config.moe_intermediate_size, config.n_routed_experts
+    hidden, inter, experts = (
+        config.hidden_size,
+        config.moe_intermediate_size,
+        config.n_routed_experts,
+    )
     yield f"{ffn}.gate.weight", TensorSpec("BF16", (experts, hidden))
     if hash_routed:
         shape = (config.vocab_size, config.num_experts_per_tok)

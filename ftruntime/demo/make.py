@@ -34,7 +34,8 @@ def make_demo(
 ) -> None:
     """Write a demo checkpoint; equal arguments give equal bytes.
 
-    The directory appears in one move, so an interrupted call leaves no half checkpoint under its name.
+    The directory appears in one move, so an interrupted call leaves no half checkpoint under its
+    name.
 
     Args:
         directory: created with its parents; must be absent or empty unless `force`.
@@ -45,7 +46,8 @@ def make_demo(
 
     Raises:
         ValueError: a bad preset or seed.
-        FileExistsError: the directory holds files and `force` is off, or holds files that are not a demo's.
+        FileExistsError: the directory holds files and `force` is off, or files that are not a
+            demo's.
     """
     if seed < 0:
         raise ValueError(f"seed is {seed}, expected an integer >= 0")

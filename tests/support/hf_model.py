@@ -1,6 +1,8 @@
-"""The model of a checkpoint directory in transformers, with dequantized weights: the oracle of the whole project.
+"""The model of a checkpoint directory in transformers, with dequantized weights: the oracle of the
+whole project.
 
-Reads the files with the safetensors library and dequantizes by the formulas of the format; nothing of ours is used.
+Reads the files with the safetensors library and dequantizes by the formulas of the format; nothing
+of ours is used.
 """
 
 from __future__ import annotations
@@ -63,7 +65,8 @@ _LAYER = {
 
 
 def build_hf(directory: str | Path, dtype: torch.dtype = torch.float32) -> DeepseekV4ForCausalLM:
-    """The transformers model of `directory` in eval mode, eager attention, every weight in `dtype`."""
+    """The transformers model of `directory` in eval mode, eager attention, every weight in
+    `dtype`."""
     directory = Path(directory)
     config = hf_config(json.loads((directory / "config.json").read_text(encoding="utf-8")))
     tensors = read_dequantized(directory)
@@ -79,14 +82,16 @@ def build_hf(directory: str | Path, dtype: torch.dtype = torch.float32) -> Deeps
 
 
 def hf_config(official: dict) -> DeepseekV4Config:
-    """Map the official `config.json` fields; the rotary parameters are spelled out rather than guessed."""
+    """Map the official `config.json` fields; the rotary parameters are spelled out rather than
+    guessed."""
     layers = official["num_hidden_layers"]
     same = (
-        "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "head_dim", "q_lora_rank",
-        "num_key_value_heads", "o_groups", "o_lora_rank", "sliding_window", "index_n_heads", "index_head_dim",
-        "index_topk", "n_routed_experts", "n_shared_experts", "num_experts_per_tok", "moe_intermediate_size",
-        "scoring_func", "norm_topk_prob", "routed_scaling_factor", "swiglu_limit", "hc_mult", "hc_sinkhorn_iters",
-        "hc_eps", "rms_norm_eps", "rope_theta", "compress_rope_theta", "max_position_embeddings",
+        "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "head_dim",
+        "q_lora_rank", "num_key_value_heads", "o_groups", "o_lora_rank", "sliding_window",
+        "index_n_heads", "index_head_dim", "index_topk", "n_routed_experts", "n_shared_experts",
+        "num_experts_per_tok", "moe_intermediate_size", "scoring_func", "norm_topk_prob",
+        "routed_scaling_factor", "swiglu_limit", "hc_mult", "hc_sinkhorn_iters", "hc_eps",
+        "rms_norm_eps", "rope_theta", "compress_rope_theta", "max_position_embeddings",
         "bos_token_id", "eos_token_id", "tie_word_embeddings",
     )  # fmt: skip
     rotary = official["qk_rope_head_dim"] / official["head_dim"]
@@ -119,20 +124,23 @@ def hf_config(official: dict) -> DeepseekV4Config:
 
 
 def read_dequantized(directory: str | Path) -> dict[str, torch.Tensor]:
-    """Every tensor by official name, `mtp.*` left out; floats as fp32, scales folded into their weights."""
+    """Every tensor by official name, `mtp.*` left out; floats as fp32, scales folded into their
+    weights."""
     directory = Path(directory)
     index = json.loads((directory / "model.safetensors.index.json").read_text(encoding="utf-8"))
     raw: dict[str, torch.Tensor] = {}
     for file in sorted(set(index["weight_map"].values())):
         with safe_open(directory / file, framework="pt") as shard:
-            for name in shard.keys():
+            for name in shard.keys():  # noqa: SIM118, no iterator of its own
                 if not name.startswith("mtp."):
                     raw[name] = shard.get_tensor(name)
     tensors = {}
     for name, value in raw.items():
         if name.endswith(".scale"):
             continue
-        scale = raw.get(name.removesuffix(".weight") + ".scale") if name.endswith(".weight") else None
+        scale = (
+            raw.get(name.removesuffix(".weight") + ".scale") if name.endswith(".weight") else None
+        )
         if scale is not None:
             tensors[name] = _dequantize(value, scale)
         else:
