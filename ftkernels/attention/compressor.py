@@ -1,0 +1,260 @@
+"""Pooled KV rows: one row per 4 tokens (two overlapping series) or per 128 (one), carry in and out.
+
+Ratio 4: row ``j`` pools series A of tokens ``4j-4..4j-1`` and series B of ``4j..4j+3`` by a softmax over
+the 8 slots, per channel. Ratio 128: a running softmax over the 128 tokens, in position order.
+Then rounding to bf16 (unless the pool is fp32), RMSNorm, RoPE at position ``ratio*j``, and the store.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ftkernels import check
+from ftkernels.attention.pools import (
+    INDEX_GROUP, KV_GROUP, check_index_pool, check_pool, empty_pool, write_index_rows, write_rows,
+)  # fmt: skip
+from ftkernels.norm.rms_norm import rms_norm
+from ftkernels.quant.hadamard import hadamard
+from ftkernels.quant.round_trip import quant_round_trip
+from ftkernels.rope.rope import apply_rope
+from ftkernels.spec import Case, Inputs, KernelSpec
+from ftkernels.testing import randn
+
+CSA_RATIO, HCA_RATIO = 4, 128
+_RING = 2 * CSA_RATIO
+_STORES = ("kv", "index", "raw")
+
+
+def compressor_state_shape(compress_ratio: int, width: int) -> tuple[int, ...]:
+    """Carry of one sequence: ``(2, 8, 2*width)`` for ratio 4, ``(2, 3, width)`` for 128, fp32.
+
+    Raises:
+        ValueError: another ratio.
+    """
+    check.require(
+        compress_ratio in (CSA_RATIO, HCA_RATIO),
+        lambda: f"compressor_state_shape: compress_ratio is {compress_ratio}, expected 4 or 128",
+    )
+    return (2, _RING, 2 * width) if compress_ratio == CSA_RATIO else (2, 3, width)
+
+
+def compress_kv(
+    kv: torch.Tensor, gate: torch.Tensor, ape: torch.Tensor, norm_weight: torch.Tensor,
+    state: torch.Tensor, state_index: torch.Tensor, pool: torch.Tensor, block_table: torch.Tensor,
+    cu_seqlens: torch.Tensor, seq_lens: torch.Tensor, *, compress_ratio: int, cos: torch.Tensor,
+    sin: torch.Tensor, eps: float = 1e-6, store: str = "kv", kv_format: str = "bf16",
+    scratch: torch.Tensor | None = None,
+) -> None:  # fmt: skip
+    """Append the rows that the new tokens close to ``pool`` and move ``state`` on, both in place.
+
+    Args:
+        kv, gate: ``[T, m*c]`` fp32 raw projections of the new tokens; ``m`` = 2 for ratio 4, else 1.
+        ape: ``[ratio, m*c]`` fp32, added to the gate.
+        norm_weight: ``[c]``.
+        state: ``[num_states, *compressor_state_shape(ratio, c)]`` fp32.
+        state_index: ``[S]`` int32, -1 skips a sequence.
+        pool: ``[pages, Rc, c]`` or packed.
+        block_table: ``[S, max_pages]`` int32; row ``j`` lies in page ``block_table[s, j // Rc]``.
+        cu_seqlens, seq_lens: ``[S+1]``, ``[S]`` int32; new tokens are a sequence's last ones.
+        cos, sin: rope tables of the compressed layers.
+        store: "kv" (FP8 round trip of ``c - r`` channels, or packing), "index" (Hadamard and FP4 round
+            trip, or packing) or "raw".
+        kv_format: "bf16"/"fp8" for KV rows, "bf16"/"fp4" for index rows.
+
+    Raises:
+        TypeError, ValueError: an argument outside the contract, by name.
+    """
+    del scratch  # the reference needs none
+    compress_kv_reference(
+        kv, gate, ape, norm_weight, state, state_index, pool, block_table, cu_seqlens, seq_lens,
+        compress_ratio=compress_ratio, cos=cos, sin=sin, eps=eps, store=store, kv_format=kv_format,
+    )  # fmt: skip
+
+
+def compress_kv_reference(
+    kv: torch.Tensor, gate: torch.Tensor, ape: torch.Tensor, norm_weight: torch.Tensor,
+    state: torch.Tensor, state_index: torch.Tensor, pool: torch.Tensor, block_table: torch.Tensor,
+    cu_seqlens: torch.Tensor, seq_lens: torch.Tensor, *, compress_ratio: int, cos: torch.Tensor,
+    sin: torch.Tensor, eps: float = 1e-6, store: str = "kv", kv_format: str = "bf16",
+) -> None:  # fmt: skip
+    """The definition in plain torch, one sequence after another."""
+    _check(
+        kv, gate, ape, norm_weight, state, state_index, pool, block_table, cu_seqlens, seq_lens,
+        compress_ratio, cos, store, kv_format,
+    )  # fmt: skip
+    bounds, lens, owners = cu_seqlens.tolist(), seq_lens.tolist(), state_index.tolist()
+    pooled = _pool_csa if compress_ratio == CSA_RATIO else _pool_hca
+    for s, owner in enumerate(owners):
+        begin, end = bounds[s], bounds[s + 1]
+        if owner < 0 or begin == end or lens[s] == 0:
+            continue
+        pos0 = lens[s] - (end - begin)
+        rows = pooled(kv[begin:end], gate[begin:end], ape, state[owner], pos0)
+        if rows is not None:
+            first = pos0 // compress_ratio
+            _finish(
+                rows, first, norm_weight, pool, block_table[s], compress_ratio, cos, sin, eps,
+                store, kv_format,
+            )  # fmt: skip
+
+
+def _pool_csa(
+    kv: torch.Tensor, gate: torch.Tensor, ape: torch.Tensor, state: torch.Tensor, pos0: int
+) -> torch.Tensor | None:
+    """Rows closed by tokens ``pos0..``, ``[n, c]`` fp32 or None; the ring of 8 tokens moves on."""
+    num_new, width = kv.shape[0], kv.shape[1] // 2
+    end = pos0 + num_new
+    first, last = pos0 // CSA_RATIO, end // CSA_RATIO
+    rows = None
+    if last > first:
+        begin = max(0, CSA_RATIO * (first - 1))
+        if begin < pos0:
+            old = [p % _RING for p in range(begin, pos0)]
+            values = torch.cat((state[0, old], kv))
+            gates = torch.cat((state[1, old], gate))
+        else:
+            values, gates = kv, gate
+        windows = last - begin // CSA_RATIO
+        size = (windows, CSA_RATIO, 2 * width)
+        values = values[: windows * CSA_RATIO].view(size)
+        gates = gates[: windows * CSA_RATIO].view(size) + ape
+        if begin == 0 and first == 0:
+            # the slots before the first window do not exist
+            values = torch.cat((torch.zeros_like(values[:1]), values))
+            gates = torch.cat((torch.full_like(gates[:1], float("-inf")), gates))
+        z = torch.cat((gates[:-1, :, :width], gates[1:, :, width:]), dim=1)
+        v = torch.cat((values[:-1, :, :width], values[1:, :, width:]), dim=1)
+        p = torch.exp(z - z.amax(dim=1, keepdim=True))
+        rows = (p * v).sum(dim=1) / p.sum(dim=1)
+    kept = range(max(pos0, end - _RING), end)
+    places = [p % _RING for p in kept]
+    state[0, places] = kv[-len(places) :]
+    state[1, places] = gate[-len(places) :]
+    return rows
+
+
+def _pool_hca(
+    kv: torch.Tensor, gate: torch.Tensor, ape: torch.Tensor, state: torch.Tensor, pos0: int
+) -> torch.Tensor | None:
+    """Rows closed by tokens ``pos0..``; all windows advance together, offset by offset."""
+    num_new, width = kv.shape
+    end = pos0 + num_new
+    first, last = pos0 // HCA_RATIO, (end - 1) // HCA_RATIO
+    windows = last - first + 1
+    running = kv.new_zeros(3, windows, width)
+    running[0] = float("-inf")
+    if pos0 % HCA_RATIO:
+        running[:, 0] = state[(pos0 - 1) % 2]
+    for offset in range(HCA_RATIO):
+        # windows whose token at this offset is new: a contiguous run of them
+        lo = first if HCA_RATIO * first + offset >= pos0 else first + 1
+        hi = last if HCA_RATIO * last + offset < end else last - 1
+        if lo > hi:
+            continue
+        tokens = slice(HCA_RATIO * lo + offset - pos0, HCA_RATIO * hi + offset - pos0 + 1, HCA_RATIO)
+        _advance(running[:, lo - first : hi - first + 1], gate[tokens] + ape[offset], kv[tokens])
+    state[(end - 1) % 2] = running[:, -1]
+    closed = end // HCA_RATIO - first
+    return running[2, :closed] / running[1, :closed] if closed else None
+
+
+def _advance(running: torch.Tensor, z: torch.Tensor, value: torch.Tensor) -> None:
+    """One token of each window into its running ``(max, sum, weighted sum)``."""
+    largest, total, weighted = running
+    new = torch.maximum(largest, z)
+    old_weight, weight = torch.exp(largest - new), torch.exp(z - new)
+    total.mul_(old_weight).add_(weight)
+    weighted.mul_(old_weight).add_(weight * value)
+    largest.copy_(new)
+
+
+def _finish(
+    rows: torch.Tensor, first: int, norm_weight: torch.Tensor, pool: torch.Tensor,
+    pages: torch.Tensor, ratio: int, cos: torch.Tensor, sin: torch.Tensor, eps: float, store: str,
+    kv_format: str,
+) -> None:  # fmt: skip
+    """Norm, RoPE, round trip and store of rows ``first..``."""
+    dtype = torch.float32 if pool.dtype == torch.float32 else torch.bfloat16
+    numbers = torch.arange(first, first + rows.shape[0], device=rows.device)
+    rows = rms_norm(rows.to(dtype), norm_weight, eps=eps)
+    rows = apply_rope(rows, numbers * ratio, cos, sin)
+    per_page = pool.shape[1]
+    where = pages[numbers // per_page].long()
+    if store == "index":
+        rows = hadamard(rows)
+        if kv_format == "bf16":
+            rows = quant_round_trip(rows, fmt="fp4", group=INDEX_GROUP)
+        write_index_rows(pool, where, numbers % per_page, rows, kv_format)
+        return
+    if store == "kv" and kv_format == "bf16":
+        channels = rows.shape[1] - 2 * cos.shape[1]
+        rows = quant_round_trip(rows, fmt="fp8", group=KV_GROUP, channels=channels)
+    write_rows(pool, where, numbers % per_page, rows, kv_format)
+
+
+def _check(
+    kv: torch.Tensor, gate: torch.Tensor, ape: torch.Tensor, norm_weight: torch.Tensor,
+    state: torch.Tensor, state_index: torch.Tensor, pool: torch.Tensor, block_table: torch.Tensor,
+    cu_seqlens: torch.Tensor, seq_lens: torch.Tensor, ratio: int, cos: torch.Tensor, store: str,
+    kv_format: str,
+) -> None:  # fmt: skip
+    op, fp32, int32 = "compress_kv", (torch.float32,), (torch.int32,)
+    check.require(
+        ratio in (CSA_RATIO, HCA_RATIO),
+        lambda: f"{op}: compress_ratio is {ratio}, expected 4 or 128",
+    )
+    check.require(
+        store in _STORES, lambda: f"{op}: store is {store!r}, expected 'kv', 'index' or 'raw'"
+    )
+    check.tensor(op, "kv", kv, fp32, (None, None), "[T, m*c]")
+    check.tensor(op, "gate", gate, fp32, tuple(kv.shape), "[T, m*c]", kv)
+    check.tensor(op, "ape", ape, fp32, (ratio, kv.shape[1]), "[ratio, m*c]", kv)
+    width = kv.shape[1] // (2 if ratio == CSA_RATIO else 1)
+    check.tensor(op, "norm_weight", norm_weight, check.FLOATS, (width,), "[c]", kv)
+    shape = (None, *compressor_state_shape(ratio, width))
+    check.tensor(op, "state", state, fp32, shape, "[num_states, *compressor_state_shape]", kv)
+    check.tensor(op, "state_index", state_index, int32, (None,), "[S]", kv)
+    sequences = state_index.shape[0]
+    check.tensor(op, "block_table", block_table, int32, (sequences, None), "[S, max_pages]", kv)
+    check.tensor(op, "cu_seqlens", cu_seqlens, int32, (sequences + 1,), "[S+1]", kv)
+    check.tensor(op, "seq_lens", seq_lens, int32, (sequences,), "[S]", kv)
+    if store == "index":
+        check_index_pool(op, "pool", pool, kv_format, width, kv)
+    else:
+        check_pool(op, "pool", pool, kv_format, width, 2 * cos.shape[1], kv)
+        check.require(
+            store == "kv" or kv_format == "bf16",
+            lambda: f"{op}: kv_format is {kv_format!r} with store 'raw', expected 'bf16'",
+        )
+
+
+def _inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
+    tokens, width, ratio = case["T"], case["c"], case["ratio"]
+    wide = width * (2 if ratio == CSA_RATIO else 1)
+    kv, gate = (randn(tokens, wide, device=device, seed=seed + i) for i in range(2))
+    ape = randn(ratio, wide, device=device, seed=seed + 2)
+    norm_weight = randn(width, device=device, seed=seed + 3)
+    state = randn(2, *compressor_state_shape(ratio, width), device=device, seed=seed + 4)
+    pages = -(-(case["pos0"] + tokens) // HCA_RATIO)
+    dtype = torch.bfloat16
+    pool = empty_pool(pages + 1, HCA_RATIO // ratio, width, dtype=dtype, device=device)
+    table = torch.arange(1, pages + 1, dtype=torch.int32)[None].to(device)
+    ints = {"dtype": torch.int32}
+    bounds = torch.tensor([0, tokens], **ints).to(device)
+    lens = torch.tensor([case["pos0"] + tokens], **ints).to(device)
+    angles = randn(case["pos0"] + tokens, case["rope"] // 2, device=device, seed=seed + 5)
+    index = torch.tensor([1], **ints).to(device)
+    args = (kv, gate, ape, norm_weight, state, index, pool, table, bounds, lens)
+    return args, {"compress_ratio": ratio, "cos": angles.cos(), "sin": angles.sin()}
+
+
+SPEC = KernelSpec(
+    op=compress_kv, reference=compress_kv_reference, kernel=False, inputs=_inputs, tolerance=8e-3,
+    grows="T", scratch=lambda **dims: 0,
+    cases=(
+        {"name": "small-csa", "T": 9, "c": 128, "ratio": 4, "pos0": 6, "rope": 64},
+        {"name": "flash-csa", "T": 3456, "c": 512, "ratio": 4, "pos0": 3456, "rope": 64},
+        {"name": "flash-hca", "T": 3456, "c": 512, "ratio": 128, "pos0": 3456, "rope": 64},
+    ),
+    bytes_moved=lambda c: 8 * c["T"] * c["c"] * (2 if c["ratio"] == CSA_RATIO else 1),
+)  # fmt: skip

@@ -1,0 +1,108 @@
+"""Checks that prefill and decode share, and their softmax over gathered rows in plain torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ftkernels import check
+from ftkernels.attention.pools import check_pool, read_rows
+
+
+@dataclass(frozen=True)
+class Pools:
+    """What an attention op reads besides its queries; names as in its signature."""
+
+    window_kv: torch.Tensor
+    window_block_table: torch.Tensor
+    window: int
+    cmp_kv: torch.Tensor | None
+    block_table: torch.Tensor | None
+    compress_ratio: int
+    kv_format: str
+
+    def check(self, op: str, q: torch.Tensor, count: int, rope_dim: int) -> None:
+        ints, dim = (torch.int32,), q.shape[-1]
+        check_pool(op, "window_kv", self.window_kv, self.kv_format, dim, rope_dim, q)
+        size = (count, None)
+        text = "[S, max_wpages]"
+        check.tensor(op, "window_block_table", self.window_block_table, ints, size, text, q)
+        check.require(self.window >= 1, lambda: f"{op}: window is {self.window}, expected >= 1")
+        check.require(
+            (self.cmp_kv is None) == (self.block_table is None) == (self.compress_ratio == 0),
+            lambda: f"{op}: cmp_kv, block_table and compress_ratio {self.compress_ratio} are "
+            "partly given, expected all (ratio >= 1) or none (ratio 0)",
+        )
+        if self.cmp_kv is not None and self.block_table is not None:
+            check_pool(op, "cmp_kv", self.cmp_kv, self.kv_format, dim, rope_dim, q)
+            check.tensor(op, "block_table", self.block_table, ints, size, "[S, max_pages]", q)
+            ratio = self.compress_ratio
+            check.require(ratio >= 1, lambda: f"{op}: compress_ratio is {ratio}, expected >= 1")
+
+    def window_rows(self, s: int, positions: torch.Tensor) -> torch.Tensor:
+        """Rows at ``positions [n]``, fp32; zeros where the page is -1 or the position negative."""
+        size = self.window_kv.shape[1]
+        return _gather(self.window_kv, self.window_block_table[s], positions, size, self.kv_format)
+
+    def compressed_rows(self, s: int, numbers: torch.Tensor) -> torch.Tensor:
+        """Compressed rows ``numbers [n]``, fp32; zeros where there is none."""
+        assert self.cmp_kv is not None
+        assert self.block_table is not None
+        size = self.cmp_kv.shape[1]
+        return _gather(self.cmp_kv, self.block_table[s], numbers, size, self.kv_format)
+
+
+def _gather(
+    pool: torch.Tensor, table: torch.Tensor, numbers: torch.Tensor, size: int, kv_format: str
+) -> torch.Tensor:
+    pages = table[(numbers // size).clamp(0, table.shape[0] - 1)].long()
+    return read_rows(pool, pages, numbers % size, kv_format)
+
+
+def check_queries(
+    op: str, q: torch.Tensor, text: str, sink: torch.Tensor | None, cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
+) -> None:  # fmt: skip
+    check.tensor(op, "q", q, check.FLOATS, (None, None, None), text)
+    if sink is not None:
+        check.tensor(op, "sink", sink, (torch.float32,), (q.shape[1],), "[H]", q)
+    check.require(
+        (cos is None) == (sin is None), f"{op}: cos and sin are partly given, expected both or none"
+    )
+
+
+def softmax_mix(
+    scores: torch.Tensor, rows: torch.Tensor, sink: torch.Tensor | None, return_lse: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Mix ``rows`` by softmax, the sink in the denominator only.
+
+    Args:
+        scores: ``[B, H, n]`` fp32, ``-inf`` where a row is not visible.
+        rows: ``[n, D]`` for all of ``B``, or ``[B, n, D]``, fp32 and finite.
+        sink: ``[H]``.
+
+    Returns:
+        ``[B, H, D]`` and the log-sum over the keys ``[B, H]``.
+    """
+    largest = scores.amax(dim=-1, keepdim=True)
+    if sink is not None:
+        largest = torch.maximum(largest, sink[:, None])
+    elif scores.shape[-1]:
+        largest = torch.where(largest.isinf(), torch.zeros_like(largest), largest)
+    p = torch.exp(scores - largest)
+    keys = p.sum(dim=-1, keepdim=True)
+    total = keys if sink is None else keys + torch.exp(sink[:, None] - largest)
+    mixed = _mix(p, rows) / torch.where(total > 0, total, 1.0)
+    return mixed, (torch.log(keys) + largest).squeeze(-1) if return_lse else None
+
+
+def _mix(p: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    batch, heads, count = p.shape
+    if rows.ndim == 3:
+        return torch.bmm(p, rows)
+    flat = p.reshape(batch * heads, count)
+    pad = max(0, 4 - flat.shape[0])
+    if pad:
+        flat = torch.nn.functional.pad(flat, (0, 0, 0, pad))
+    return (flat @ rows)[: batch * heads].view(batch, heads, -1)

@@ -1,0 +1,148 @@
+"""Write KV rows into a paged pool, and read them back.
+
+Order of ``store_kv`` when given: RMSNorm, RoPE, FP8 round trip of the first ``D - rope_dim`` channels in
+groups of 64 (packed rows are quantized anyway).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ftkernels import check
+from ftkernels.attention.pools import KV_GROUP, check_pool, empty_pool, read_rows, write_rows
+from ftkernels.norm.rms_norm import rms_norm
+from ftkernels.quant.round_trip import quant_round_trip
+from ftkernels.rope.rope import apply_rope
+from ftkernels.spec import Case, Inputs, KernelSpec
+from ftkernels.testing import randn
+
+
+def store_kv(
+    kv: torch.Tensor, pool: torch.Tensor, slot_mapping: torch.Tensor, *, kv_format: str = "bf16",
+    rope_dim: int = 64, round_trip: bool = False, norm_weight: torch.Tensor | None = None,
+    eps: float = 1e-6, positions: torch.Tensor | None = None, cos: torch.Tensor | None = None,
+    sin: torch.Tensor | None = None,
+) -> None:  # fmt: skip
+    """Store the rows of new tokens.
+
+    Args:
+        kv: ``[T, D]``, bf16/fp16/fp32.
+        pool: ``[pages, P, D]``, or packed ``[pages, P, 584]`` uint8 with ``kv_format="fp8"``.
+        slot_mapping: ``[T]`` int32/int64; row ``slot % P`` of page ``slot // P``, -1 to skip a token.
+        rope_dim: rotated channels, the last ones.
+        round_trip: quantize and dequantize the channels before them.
+        norm_weight: ``[D]``; RMSNorm first.
+        positions, cos, sin: ``[T]`` and tables ``[max_positions, rope_dim/2]``; RoPE second.
+
+    Raises:
+        TypeError, ValueError: an argument outside the contract, by name.
+    """
+    store_kv_reference(
+        kv, pool, slot_mapping, kv_format=kv_format, rope_dim=rope_dim, round_trip=round_trip,
+        norm_weight=norm_weight, eps=eps, positions=positions, cos=cos, sin=sin,
+    )  # fmt: skip
+
+
+def store_kv_reference(
+    kv: torch.Tensor, pool: torch.Tensor, slot_mapping: torch.Tensor, *, kv_format: str = "bf16",
+    rope_dim: int = 64, round_trip: bool = False, norm_weight: torch.Tensor | None = None,
+    eps: float = 1e-6, positions: torch.Tensor | None = None, cos: torch.Tensor | None = None,
+    sin: torch.Tensor | None = None,
+) -> None:  # fmt: skip
+    """The definition in plain torch."""
+    op = "store_kv"
+    check.tensor(op, "kv", kv, check.FLOATS, (None, None), "[T, D]")
+    num_tokens, head_dim = kv.shape
+    check_pool(op, "pool", pool, kv_format, head_dim, rope_dim, kv)
+    check.tensor(op, "slot_mapping", slot_mapping, check.INTS, (num_tokens,), "[T]", kv)
+    check.require(
+        (positions is None) == (cos is None) == (sin is None),
+        f"{op}: positions, cos and sin are partly given, expected all or none",
+    )
+    if num_tokens == 0:
+        return
+    if norm_weight is not None:
+        kv = rms_norm(kv, norm_weight, eps=eps)
+    if positions is not None and cos is not None and sin is not None:
+        kv = apply_rope(kv, positions, cos, sin)
+    if round_trip and kv_format == "bf16":
+        kv = quant_round_trip(kv, fmt="fp8", group=KV_GROUP, channels=head_dim - rope_dim)
+    slots = slot_mapping.long()
+    live = slots >= 0
+    if not bool(live.all()):
+        slots, kv = slots[live], kv[live]
+    rows = pool.shape[1]
+    write_rows(pool, slots // rows, slots % rows, kv, kv_format)
+
+
+def load_kv(
+    pool: torch.Tensor, slots: torch.Tensor, *, kv_format: str, rope_dim: int = 64,
+    dtype: torch.dtype = torch.bfloat16, out: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """Read rows of a pool, for prefix snapshots, other engines and tests.
+
+    Args:
+        pool: as in ``store_kv``.
+        slots: ``[N]`` int32/int64, -1 gives zeros.
+        dtype: of the result.
+
+    Returns:
+        ``[N, D]``.
+
+    Raises:
+        TypeError, ValueError: an argument outside the contract, by name.
+    """
+    return load_kv_reference(
+        pool, slots, kv_format=kv_format, rope_dim=rope_dim, dtype=dtype, out=out
+    )
+
+
+def load_kv_reference(
+    pool: torch.Tensor, slots: torch.Tensor, *, kv_format: str, rope_dim: int = 64,
+    dtype: torch.dtype = torch.bfloat16, out: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """The definition in plain torch."""
+    op = "load_kv"
+    check.dtype(op, "pool", pool, (*check.FLOATS, torch.uint8))
+    head_dim = pool.shape[-1] if kv_format == "bf16" else 512
+    check_pool(op, "pool", pool, kv_format, head_dim, rope_dim, pool)
+    check.tensor(op, "slots", slots, check.INTS, (None,), "[N]", pool)
+    out = check.output(op, out, (slots.shape[0], head_dim), like=pool, dtype=dtype)
+    wide, rows = slots.long(), pool.shape[1]
+    live = wide >= 0
+    out.zero_()
+    kept = wide[live]
+    out[live] = read_rows(pool, kept // rows, kept % rows, kv_format).to(dtype)
+    return out
+
+
+def _store_inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
+    tokens, head_dim = case["T"], case["D"]
+    kv = randn(tokens, head_dim, dtype=torch.bfloat16, device=device, seed=seed)
+    pool = empty_pool(case["pages"], 128, head_dim, kv_format=case["kv_format"], device=device)
+    slots = torch.arange(tokens, dtype=torch.int64).flip(0).to(device)
+    return (kv, pool, slots), {"kv_format": case["kv_format"], "round_trip": True}
+
+
+def _load_inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
+    (kv, pool, slots), kwargs = _store_inputs(case, device=device, seed=seed)
+    if pool.device.type != "meta":
+        store_kv_reference(kv, pool, slots, **kwargs)
+    return (pool, slots), {"kv_format": case["kv_format"]}
+
+
+_CASES: tuple[Case, ...] = (
+    {"name": "small", "T": 5, "D": 128, "pages": 2, "kv_format": "bf16"},
+    {"name": "flash", "T": 3456, "D": 512, "pages": 28, "kv_format": "bf16"},
+    {"name": "flash-fp8", "T": 3456, "D": 512, "pages": 28, "kv_format": "fp8"},
+)
+SPECS = (
+    KernelSpec(
+        op=store_kv, reference=store_kv_reference, kernel=False, inputs=_store_inputs,
+        cases=_CASES, grows="T", bytes_moved=lambda c: 4 * c["T"] * c["D"],
+    ),
+    KernelSpec(
+        op=load_kv, reference=load_kv_reference, kernel=False, inputs=_load_inputs,
+        cases=_CASES, grows="T", bytes_moved=lambda c: 4 * c["T"] * c["D"],
+    ),
+)  # fmt: skip

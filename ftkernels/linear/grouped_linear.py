@@ -1,0 +1,88 @@
+"""Output projection by groups: ``out[t, g] = weight[g] @ x[t, g]``, activations never quantized.
+
+Layout: ``weight [G, R, K]``; an e4m3 weight has one UE8M0 code per 128x128 block of the flat
+``[G*R, K]`` matrix, so a block may span two groups.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ftkernels import check
+from ftkernels.linear.fp8_linear import BLOCK, widen_weight
+from ftkernels.linear.linear import batched_matmul_rows
+from ftkernels.spec import Case, Inputs, KernelSpec
+from ftkernels.testing import randn
+
+_DENSE = (torch.bfloat16, torch.float32)
+
+
+def grouped_linear(
+    x: torch.Tensor, weight: torch.Tensor, *, weight_scale: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None, out: torch.Tensor | None = None,
+    scratch: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """Multiply each group of channels by its own matrix.
+
+    Args:
+        x: ``[T, G, K]``, bf16/fp16/fp32.
+        weight: ``[G, R, K]``, e4m3 (with ``weight_scale``), bf16 or fp32 (without).
+        weight_scale: ``[ceil(G*R/128), ceil(K/128)]`` uint8 UE8M0, by the flat row ``g*R + r``.
+        out_dtype: that of ``x`` when omitted.
+        out: ``[T, G, R]``.
+
+    Returns:
+        ``[T, G, R]``. A row's bits do not depend on the other rows.
+
+    Raises:
+        TypeError, ValueError: an argument outside the contract, by name.
+    """
+    del scratch  # the reference needs none
+    return grouped_linear_reference(
+        x, weight, weight_scale=weight_scale, out_dtype=out_dtype, out=out
+    )
+
+
+def grouped_linear_reference(
+    x: torch.Tensor, weight: torch.Tensor, *, weight_scale: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None, out: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """The definition in plain torch."""
+    op = "grouped_linear"
+    check.tensor(op, "x", x, check.FLOATS, (None, None, None), "[T, G, K]")
+    groups, k = x.shape[1:]
+    dtypes = _DENSE if weight_scale is None else (torch.float8_e4m3fn,)
+    check.tensor(op, "weight", weight, dtypes, (groups, None, k), "[G, R, K]", x)
+    rank, dtype = weight.shape[1], out_dtype or x.dtype
+    if weight_scale is not None:
+        blocks = (-(-groups * rank // BLOCK), -(-k // BLOCK))
+        text = "[ceil(G*R/128), ceil(K/128)]"
+        check.tensor(op, "weight_scale", weight_scale, (torch.uint8,), blocks, text, x)
+        weight = widen_weight(weight.reshape(groups * rank, k), weight_scale)
+        weight = weight.view(groups, rank, k)
+    if out is not None:
+        check.output(op, out, (x.shape[0], groups, rank), like=x, dtype=dtype)
+    result = batched_matmul_rows(x.float().transpose(0, 1), weight.float()).transpose(0, 1)
+    return result.to(dtype) if out is None else out.copy_(result)
+
+
+def _inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
+    groups, rank, k = case["G"], case["R"], case["K"]
+    x = randn(case["T"], groups, k, dtype=torch.bfloat16, device=device, seed=seed)
+    weight = randn(groups, rank, k, device=device, seed=seed + 1).to(torch.float8_e4m3fn)
+    blocks = (-(-groups * rank // BLOCK), -(-k // BLOCK))
+    scale = torch.full(blocks, 120, dtype=torch.uint8, device=device)
+    return (x, weight), {"weight_scale": scale}
+
+
+SPEC = KernelSpec(
+    op=grouped_linear, reference=grouped_linear_reference, kernel=False, inputs=_inputs,
+    tolerance=5e-3, grows="T", scratch=lambda **dims: 0,
+    cases=(
+        {"name": "small", "T": 3, "G": 3, "R": 50, "K": 130},
+        {"name": "flash-tp1-t3456", "T": 3456, "G": 8, "R": 1024, "K": 4096},
+        {"name": "flash-tp1-t1", "T": 1, "G": 8, "R": 1024, "K": 4096},
+    ),
+    bytes_moved=lambda c: c["G"] * (c["R"] * c["K"] + 2 * c["T"] * (c["K"] + c["R"])),
+    flops=lambda c: 2 * c["T"] * c["G"] * c["R"] * c["K"],
+)  # fmt: skip

@@ -1,0 +1,86 @@
+"""``x @ weight.T`` in true fp32: router, compressor and index-weight projections, head.
+
+Numerics: both sides widened to fp32, fp32 sums, no TF32; one rounding to ``out_dtype``.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from ftkernels import check
+from ftkernels.spec import Case, Inputs, KernelSpec
+from ftkernels.testing import randn
+
+_WEIGHTS = (torch.bfloat16, torch.float32)
+_MIN_ROWS = 4
+
+
+def linear(
+    x: torch.Tensor, weight: torch.Tensor, *, out_dtype: torch.dtype | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """Multiply rows by a matrix in fp32.
+
+    Args:
+        x: ``[T, K]``, bf16/fp16/fp32, rows may be strided.
+        weight: ``[N, K]``, bf16 or fp32.
+        out_dtype: element type of the result, that of ``x`` when omitted.
+        out: ``[T, N]``; allocated when omitted.
+
+    Returns:
+        ``[T, N]``. A row's bits do not depend on the other rows.
+
+    Raises:
+        TypeError: unsupported dtype.
+        ValueError: shape, stride or device outside the contract.
+    """
+    op = "linear"
+    check.tensor(op, "x", x, check.FLOATS, (None, None), "[T, K]")
+    check.tensor(op, "weight", weight, _WEIGHTS, (None, x.shape[1]), "[N, K]", x)
+    size = (x.shape[0], weight.shape[0])
+    dtype = out_dtype or x.dtype
+    if out is not None:
+        out = check.output(op, out, size, like=x, dtype=dtype, inputs=(weight,))
+    result = matmul_rows(x.float(), weight.float())
+    return result.to(dtype) if out is None else out.copy_(result)
+
+
+linear_reference = linear
+
+
+def matmul_rows(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """fp32 ``x [T, K] @ weight [N, K].T`` whose rows do not depend on ``T``.
+
+    CPU libraries switch algorithms below four rows, so fewer are padded to four.
+    """
+    num_rows = x.shape[0]
+    if num_rows >= _MIN_ROWS or x.device.type != "cpu":
+        return F.linear(x, weight)
+    return F.linear(F.pad(x, (0, 0, 0, _MIN_ROWS - num_rows)), weight)[:num_rows]
+
+
+def batched_matmul_rows(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """fp32 ``x [B, T, K] @ weight [B, N, K].T`` whose rows do not depend on ``T``."""
+    num_rows = x.shape[1]
+    if num_rows >= _MIN_ROWS or x.device.type != "cpu":
+        return torch.bmm(x, weight.transpose(1, 2))
+    padded = F.pad(x, (0, 0, 0, _MIN_ROWS - num_rows))
+    return torch.bmm(padded, weight.transpose(1, 2))[:, :num_rows]
+
+
+def _inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
+    x = randn(case["T"], case["K"], dtype=torch.bfloat16, device=device, seed=seed)
+    weight = randn(case["N"], case["K"], dtype=torch.bfloat16, device=device, seed=seed + 1)
+    return (x, weight), {"out_dtype": torch.float32}
+
+
+SPEC = KernelSpec(
+    op=linear, reference=linear_reference, kernel=False, inputs=_inputs, tolerance=1e-5, grows="T",
+    cases=(
+        {"name": "small", "T": 3, "K": 100, "N": 7},
+        {"name": "flash-router", "T": 64, "K": 4096, "N": 256},
+    ),
+    bytes_moved=lambda c: 2 * c["T"] * c["K"] + 2 * c["N"] * c["K"] + 4 * c["T"] * c["N"],
+    flops=lambda c: 2 * c["T"] * c["N"] * c["K"],
+)  # fmt: skip

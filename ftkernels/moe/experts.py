@@ -1,0 +1,142 @@
+"""What the routed expert products share: checks of their weights, and the plain-torch product by expert."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ftkernels import check
+from ftkernels.linear.linear import matmul_rows
+from ftkernels.moe.swiglu import swiglu_clamp_reference
+from ftkernels.quant.pack import unpack_fp4
+from ftkernels.quant.round_trip import quant_round_trip
+from ftkernels.quant.weight_quant import dequantize_fp4, dequantize_fp8
+
+GROUP = 32
+ACT_GROUP = 128
+_DENSE = (torch.bfloat16, torch.float32)
+
+
+def check_experts(
+    op: str, name: str, weight: torch.Tensor, scale: torch.Tensor | None, k: int, like: torch.Tensor,
+    *, packed: bool,
+) -> int:  # fmt: skip
+    """Refuse expert weights of the wrong form; gives the rows ``N`` of one expert."""
+    if scale is None:
+        check.tensor(op, name, weight, _DENSE, (None, None, k), "[S, N, K]", like)
+        return int(weight.shape[1])
+    if packed:  # the packed order is the unpacker's to check
+        check.dtype(op, name, weight, (torch.uint8, torch.int32))
+        return int(weight.shape[1])
+    check.require(k % GROUP == 0, lambda: f"{op}: K is {k}, expected a multiple of {GROUP}")
+    check.tensor(op, name, weight, (torch.uint8,), (None, None, k // 2), "[S, N, K/2]", like)
+    size = (weight.shape[0], weight.shape[1], k // GROUP)
+    check.tensor(op, f"{name}_scale", scale, (torch.uint8,), size, "[S, N, K/32]", like)
+    return int(weight.shape[1])
+
+
+def check_options(
+    op: str, activation: str, swiglu_limit: float | None, route_weights: torch.Tensor | None,
+    num_routes: int, like: torch.Tensor,
+) -> None:  # fmt: skip
+    check.require(
+        activation in ("fp8", "bf16"),
+        lambda: f"{op}: activation is {activation!r}, expected 'fp8' or 'bf16'",
+    )
+    check.require(
+        swiglu_limit is None or swiglu_limit >= 0,
+        lambda: f"{op}: swiglu_limit is {swiglu_limit}, expected None or >= 0",
+    )
+    if route_weights is not None:
+        size = (num_routes,)
+        check.tensor(op, "route_weights", route_weights, (torch.float32,), size, "[R]", like)
+
+
+def check_slots(op: str, slot_of_expert: torch.Tensor | None, like: torch.Tensor) -> None:
+    if slot_of_expert is not None:
+        ints = (torch.int32,)
+        check.tensor(op, "slot_of_expert", slot_of_expert, ints, (None,), "[E]", like)
+
+
+def check_x(op: str, x: torch.Tensor, x_scale: torch.Tensor | None) -> None:
+    if x_scale is None:
+        check.tensor(op, "x", x, check.FLOATS, (None, None), "[T, K]")
+        return
+    check.tensor(op, "x", x, (torch.float8_e4m3fn,), (None, None), "[T, K]")
+    size = (x.shape[0], -(-x.shape[1] // ACT_GROUP))
+    check.tensor(op, "x_scale", x_scale, (torch.uint8,), size, "[T, ceil(K/128)]", x)
+
+
+def widen_x(x: torch.Tensor, x_scale: torch.Tensor | None, activation: str) -> torch.Tensor:
+    """Activations in fp32 as the product sees them."""
+    if x_scale is not None:
+        return dequantize_fp8(x, x_scale, group=ACT_GROUP, dtype=torch.float32)
+    if activation == "bf16":
+        return x.float()
+    return quant_round_trip(x.float(), fmt="fp8", group=ACT_GROUP)
+
+
+def slots_of(ids: Sequence[int], slot_of_expert: torch.Tensor | None) -> list[int]:
+    """Slot of each route's expert, -1 where there is none."""
+    if slot_of_expert is None:
+        return list(ids)
+    table = slot_of_expert.tolist()
+    return [table[e] if e >= 0 else -1 for e in ids]
+
+
+def expert_products(
+    rows: torch.Tensor, row_of_route: Sequence[int], slots: Sequence[int], weight: torch.Tensor,
+    scale: torch.Tensor | None, *, packed: bool,
+) -> tuple[list[int], torch.Tensor]:  # fmt: skip
+    """fp32 products of the routes that have a slot, expert by expert.
+
+    Args:
+        rows: ``[X, K]`` fp32; route ``q`` reads row ``row_of_route[q]``.
+        slots: slot of each route, -1 to leave it out.
+
+    Returns:
+        The routes taken, and their products in that order, ``[len, N]`` fp32.
+    """
+    by_slot: dict[int, list[int]] = {}
+    for route, slot in enumerate(slots):
+        if slot >= 0:
+            by_slot.setdefault(slot, []).append(route)
+    if packed and scale is not None:
+        weight, scale = unpack_fp4(weight, scale)
+    routes: list[int] = []
+    products: list[torch.Tensor] = []
+    shared = matmul_input(rows) if rows.shape[0] == 1 else None
+    for slot in sorted(by_slot):
+        mine = by_slot[slot]
+        matrix = weight[slot].float() if scale is None else _widen(weight[slot], scale[slot])
+        if shared is not None:
+            # one token: its padded row serves every expert
+            product = matmul_rows(shared, matrix)[:1]
+            products.append(product if len(mine) == 1 else product.expand(len(mine), -1))
+        else:
+            products.append(matmul_rows(rows[[row_of_route[q] for q in mine]], matrix))
+        routes.extend(mine)
+    if not products:
+        return [], rows.new_empty(0, weight.shape[1])
+    return routes, torch.cat(products)
+
+
+def matmul_input(row: torch.Tensor) -> torch.Tensor:
+    """One row padded to the four that make CPU products row-invariant."""
+    return torch.nn.functional.pad(row, (0, 0, 0, 3)) if row.device.type == "cpu" else row
+
+
+def finish_routes(
+    products: torch.Tensor, routes: Sequence[int], swiglu_limit: float | None,
+    route_weights: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
+    """Activation and route weight in fp32, before the one rounding."""
+    weights = None if route_weights is None else route_weights[list(routes)]
+    if swiglu_limit is not None:
+        return swiglu_clamp_reference(products, limit=swiglu_limit, weights=weights)
+    return products if weights is None else products * weights[:, None]
+
+
+def _widen(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return dequantize_fp4(weight, scale, group=GROUP, dtype=torch.float32)

@@ -1,0 +1,124 @@
+"""From settings to a running engine: plan, weights, pools, scheduler, executor."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from ftruntime.checkpoint.loader import load_weights
+from ftruntime.config import RuntimeConfig
+from ftruntime.demo_cache import ensure_demo
+from ftruntime.engine.executor import DeviceExecutor
+from ftruntime.engine.loop import EngineLoop, MonotonicClock
+from ftruntime.engine.runner import BatchBuilder
+from ftruntime.facts import probe
+from ftruntime.kvcache.storage import KVStorage
+from ftruntime.model.config import ModelConfig
+from ftruntime.model.numerics import Numerics
+from ftruntime.model.transformer import Transformer
+from ftruntime.plan import Plan, resolve
+from ftruntime.scheduler.scheduler import Scheduler
+from ftruntime.types import PAGE_TOKENS, SampleSpec, SeqPlan, StepPlan
+
+Progress = Callable[[str, float], None]
+
+_logger = logging.getLogger(__name__)
+
+
+def build_engine(config: RuntimeConfig, progress: Progress) -> EngineLoop:
+    """Load the checkpoint and make everything that serves it.
+
+    Args:
+        config: settings; without a model the demo checkpoint is made and used.
+        progress: called with a phase ("load weights", "warm up") and its share done, in [0, 1].
+
+    Raises:
+        ValueError: a setting contradicts the checkpoint or this machine, or the checkpoint is damaged.
+        MemoryError: it does not fit.
+    """
+    directory = Path(config.model) if config.model is not None else ensure_demo()
+    shape = ModelConfig.from_dir(directory)
+    plan = resolve(config, shape, probe(config.device))
+    if plan.kind == "cpu":
+        torch.set_num_threads(1)
+    numerics = Numerics.of(config.numerics)
+    model = load_model(directory, shape, numerics, plan, progress)
+    executor = make_executor(model, plan, kv_format=config.kv_format)
+    progress("warm up", 0.0)
+    _warm_up(executor, plan)
+    progress("warm up", 1.0)
+    _logger.info(
+        "engine ready device=%s numerics=%s pages=%d window_pages=%d chunk_tokens=%d",
+        plan.kind, config.numerics, plan.num_pages, plan.window_pages, plan.chunk_tokens,
+    )  # fmt: skip
+    return EngineLoop(
+        Scheduler(plan.scheduler_limits(config, shape)), executor, MonotonicClock(),
+        info=_info(plan, shape, directory), decode_log_interval=config.decode_log_interval,
+        extra_stats=lambda: {"experts": _expert_stats(plan)},
+    )  # fmt: skip
+
+
+def load_model(
+    directory: Path, shape: ModelConfig, numerics: Numerics, plan: Plan, progress: Progress
+) -> Transformer:
+    """The weights in the form this machine computes with: codes on a card, dequantized elsewhere."""
+    exact = not numerics.round_trips
+    dequantize = torch.float32 if exact or plan.kind == "cpu" else None
+    weights = load_weights(
+        directory, shape, dequantize=dequantize, device=plan.kind,
+        progress=lambda name, share: progress("load weights", share),
+    )  # fmt: skip
+    return Transformer(shape, weights, numerics, max_positions=plan.max_model_len)
+
+
+def make_executor(model: Transformer, plan: Plan, *, kv_format: str = "bf16") -> DeviceExecutor:
+    """Pools, tables and executor of the sizes the plan names; page 0 of each pool is padding."""
+    storage = KVStorage(
+        model.config, num_pages=plan.num_pages + 1, window_pages=plan.window_pages,
+        num_rows=plan.max_running + 1, dtype=model.numerics.dtype, kv_format=kv_format,
+        device=model.device,
+    )  # fmt: skip
+    builder = BatchBuilder(
+        num_rows=plan.max_running + 1, max_pages=-(-plan.max_model_len // PAGE_TOKENS),
+        device=model.device,
+    )  # fmt: skip
+    return DeviceExecutor(model, storage, builder)
+
+
+def _warm_up(executor: DeviceExecutor, plan: Plan) -> None:
+    """One prefill and one decode step on the padding row and page, so that kernels are compiled."""
+    layers = (0, executor.num_layers)
+    spec = SampleSpec(1.0, 0, 1.0, 0.0, 0, 3)
+    row, pages = plan.max_running, ((0, 0, 0),)
+    first = SeqPlan(row, "warm-up", 0, (0, 0, 0), new_pages=pages, fresh=True, sample=spec)
+    executor.execute(StepPlan(0, "prefill", (first,), layers))
+    second = SeqPlan(row, "warm-up", 3, (0,), sample=spec)
+    executor.execute(StepPlan(1, "decode", (second,), layers))
+
+
+def _info(plan: Plan, shape: ModelConfig, directory: Path) -> dict[str, object]:
+    return {
+        "model_path": str(directory),
+        "max_model_len": plan.max_model_len,
+        "vocab_size": shape.vocab_size,
+        "num_tokens": plan.num_tokens,
+        "chunk_tokens": plan.chunk_tokens,
+        "window_pages": plan.window_pages,
+        "reserved_window_pages": plan.reserved_window_pages,
+        "limiting": plan.limiting,
+    }
+
+
+def _expert_stats(plan: Plan) -> dict[str, object]:
+    """All experts are resident, so nothing is ever looked up or copied."""
+    none = {"hits": 0, "misses": 0, "bytes_h2d": 0}
+    return {
+        "num_slots": plan.expert_slots,
+        "num_experts": plan.num_experts,
+        "min_slots": plan.min_expert_slots,
+        "decode": dict(none),
+        "prefill": dict(none),
+    }

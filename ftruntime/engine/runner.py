@@ -1,0 +1,74 @@
+"""StepPlan to tensors: block tables of all rows, and one `ForwardBatch` a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ftruntime.model.batch import ForwardBatch
+from ftruntime.types import PAGE_TOKENS, SeqPlan, StepPlan
+
+
+class BatchBuilder:
+    """Keeps the block tables that plans tell of page by page.
+
+    Args:
+        num_rows: rows of the request table.
+        max_pages: logical pages of the longest sequence.
+        device: where batches go; the tables themselves stay on the host.
+    """
+
+    def __init__(self, *, num_rows: int, max_pages: int, device: torch.device) -> None:
+        self._window = torch.full((num_rows, max_pages), -1, dtype=torch.int32)
+        self._rows = torch.full((num_rows, max_pages), -1, dtype=torch.int32)
+        self._device = device
+
+    def build(self, plan: StepPlan) -> ForwardBatch:
+        """Take in the plan's new pages and lay out its tokens, back to back."""
+        for seq in plan.seqs:
+            self._assign(seq)
+        token_ids: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        bounds, lens = [0], []
+        for seq in plan.seqs:
+            end = seq.start + len(seq.token_ids)
+            token_ids.extend(seq.token_ids)
+            positions.extend(range(seq.start, end))
+            slots.extend(self._slots(seq.row, seq.start, end))
+            bounds.append(len(token_ids))
+            lens.append(end)
+        rows = [seq.row for seq in plan.seqs]
+        used = -(-max(lens) // PAGE_TOKENS)
+        return ForwardBatch(
+            token_ids=self._tensor(token_ids, torch.int64),
+            positions=self._tensor(positions, torch.int64),
+            cu_seqlens=self._tensor(bounds, torch.int32),
+            seq_lens=self._tensor(lens, torch.int32),
+            slot_mapping=self._tensor(slots, torch.int64),
+            window_block_table=self._window[rows, :used].to(self._device),
+            block_table=self._rows[rows, :used].to(self._device),
+            state_index=self._tensor(rows, torch.int32),
+            is_decode=plan.kind == "decode",
+        )
+
+    def _assign(self, seq: SeqPlan) -> None:
+        if seq.fresh:
+            self._window[seq.row] = -1
+            self._rows[seq.row] = -1
+        for logical, window_page, row_page in seq.new_pages:
+            self._window[seq.row, logical] = window_page
+            self._rows[seq.row, logical] = row_page
+
+    def _slots(self, row: int, start: int, end: int) -> list[int]:
+        """Window rows of positions ``start..end-1``."""
+        first = start // PAGE_TOKENS
+        pages = self._window[row, first : (end - 1) // PAGE_TOKENS + 1].tolist()
+        return [
+            pages[p // PAGE_TOKENS - first] * PAGE_TOKENS + p % PAGE_TOKENS
+            for p in range(start, end)
+        ]
+
+    def _tensor(self, values: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return torch.tensor(values, dtype=dtype).to(self._device)

@@ -1,0 +1,32 @@
+"""One step's tensors: the only thing a forward pass knows about the requests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class ForwardBatch:
+    """New tokens of ``S`` sequences, back to back.
+
+    Args:
+        token_ids, positions: ``[T]`` int64.
+        cu_seqlens: ``[S+1]`` int32, prefix sums of the new tokens.
+        seq_lens: ``[S]`` int32, tokens of each sequence, the new ones included.
+        slot_mapping: ``[T]`` int64, window row of each new token.
+        window_block_table, block_table: ``[S, max_pages]`` int32 by logical page, -1 for none.
+        state_index: ``[S]`` int32, carry row of each sequence.
+        is_decode: one new token a sequence, attention by ``mla_decode``.
+    """
+
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    cu_seqlens: torch.Tensor
+    seq_lens: torch.Tensor
+    slot_mapping: torch.Tensor
+    window_block_table: torch.Tensor
+    block_table: torch.Tensor
+    state_index: torch.Tensor
+    is_decode: bool

@@ -1,0 +1,53 @@
+"""Linear layers by the checkpoint's names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+import ftkernels
+from ftruntime.checkpoint.loader import LinearWeight, Weights
+from ftruntime.model.numerics import Numerics
+
+
+@dataclass(frozen=True)
+class Fp8Linear:
+    """A matrix that is FP8 in the checkpoint, raw or dequantized."""
+
+    weight: torch.Tensor
+    scale: torch.Tensor | None
+    numerics: Numerics
+
+    @staticmethod
+    def of(weights: Weights, name: str, numerics: Numerics) -> Fp8Linear:
+        linear = weights.linears[name]
+        return Fp8Linear(linear.weight, linear.scale, numerics)
+
+    @staticmethod
+    def stacked(first: LinearWeight, second: LinearWeight, numerics: Numerics) -> Fp8Linear:
+        """Both matrices as one, rows of ``first`` on top; both have a multiple of 128 rows."""
+        scale = None
+        if first.scale is not None and second.scale is not None:
+            if first.weight.shape[0] % 128:
+                raise ValueError(
+                    f"moe_intermediate_size is {first.weight.shape[0]}, expected a multiple of 128"
+                )
+            scale = torch.cat((first.scale, second.scale))
+        return Fp8Linear(torch.cat((first.weight, second.weight)), scale, numerics)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return ftkernels.fp8_linear(
+            x, self.weight, self.scale, activation=self.numerics.activation,
+            out_dtype=self.numerics.dtype,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Fp32Linear:
+    """A matrix whose product is taken in fp32 with an fp32 result."""
+
+    weight: torch.Tensor
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return ftkernels.linear(x, self.weight, out_dtype=torch.float32)

@@ -1,0 +1,73 @@
+"""Hyper-connections: the residual streams around every sublayer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+import ftkernels
+from ftruntime.checkpoint.loader import Weights
+from ftruntime.model.config import ModelConfig
+
+Mixes = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class HyperConnection:
+    """One site (``attn`` or ``ffn``) of one layer, with the norm of its sublayer's input."""
+
+    fn: torch.Tensor
+    scale: torch.Tensor
+    base: torch.Tensor
+    norm: torch.Tensor
+    config: ModelConfig
+
+    @staticmethod
+    def of(weights: Weights, layer: int, site: str, config: ModelConfig) -> HyperConnection:
+        tensors, prefix = weights.tensors, f"layers.{layer}."
+        return HyperConnection(
+            tensors[f"{prefix}hc_{site}_fn"], tensors[f"{prefix}hc_{site}_scale"],
+            tensors[f"{prefix}hc_{site}_base"], tensors[f"{prefix}{site}_norm.weight"], config,
+        )  # fmt: skip
+
+    def before(self, streams: torch.Tensor) -> tuple[torch.Tensor, Mixes]:
+        """The sublayer's normed input ``[T, C]``, and what ``after`` needs."""
+        x, post, comb = ftkernels.hc_pre(
+            streams, self.fn, self.scale, self.base, hc_eps=self.config.hc_eps,
+            norm_eps=self.config.rms_norm_eps, sinkhorn_iters=self.config.hc_sinkhorn_iters,
+            norm_weight=self.norm,
+        )  # fmt: skip
+        return x, (post, comb)
+
+    def after(self, y: torch.Tensor, streams: torch.Tensor, mixes: Mixes) -> torch.Tensor:
+        """The streams with the sublayer's output mixed in, ``[T, hc, C]``, in place."""
+        return ftkernels.hc_post(y, streams, *mixes, out=streams)
+
+
+@dataclass(frozen=True)
+class Head:
+    """Streams to logits."""
+
+    fn: torch.Tensor
+    scale: torch.Tensor
+    base: torch.Tensor
+    norm: torch.Tensor
+    weight: torch.Tensor
+    config: ModelConfig
+
+    @staticmethod
+    def of(weights: Weights, config: ModelConfig) -> Head:
+        t = weights.tensors
+        return Head(
+            t["hc_head_fn"], t["hc_head_scale"], t["hc_head_base"], t["norm.weight"],
+            t["head.weight"], config,
+        )  # fmt: skip
+
+    def __call__(self, streams: torch.Tensor) -> torch.Tensor:
+        """``[T, hc, C]`` to fp32 logits ``[T, V]``."""
+        hidden = ftkernels.hc_head(
+            streams, self.fn, self.scale, self.base, hc_eps=self.config.hc_eps,
+            norm_eps=self.config.rms_norm_eps, norm_weight=self.norm,
+        )  # fmt: skip
+        return ftkernels.linear(hidden, self.weight, out_dtype=torch.float32)

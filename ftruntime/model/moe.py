@@ -1,0 +1,65 @@
+"""The expert half of a layer: router, routed experts, shared expert."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+import ftkernels
+from ftruntime.checkpoint.loader import Weights
+from ftruntime.model.batch import ForwardBatch
+from ftruntime.model.config import ModelConfig
+from ftruntime.model.linear import Fp8Linear, Fp32Linear
+from ftruntime.model.numerics import Numerics
+
+
+@dataclass(frozen=True)
+class MoE:
+    gate: Fp32Linear
+    bias: torch.Tensor | None
+    tid2eid: torch.Tensor | None
+    bank: ftkernels.ExpertBank
+    shared_w13: Fp8Linear
+    shared_w2: Fp8Linear
+    config: ModelConfig
+    numerics: Numerics
+
+    @staticmethod
+    def of(weights: Weights, layer: int, config: ModelConfig, numerics: Numerics) -> MoE:
+        prefix = f"layers.{layer}.ffn."
+        hashed = layer < config.num_hash_layers
+        shared = [weights.linears[f"{prefix}shared_experts.{name}"] for name in ("w1", "w3")]
+        return MoE(
+            gate=Fp32Linear(weights.tensors[f"{prefix}gate.weight"]),
+            bias=None if hashed else weights.tensors[f"{prefix}gate.bias"],
+            tid2eid=weights.tensors[f"{prefix}gate.tid2eid"] if hashed else None,
+            bank=weights.experts[layer],
+            shared_w13=Fp8Linear.stacked(*shared, numerics),
+            shared_w2=Fp8Linear.of(weights, f"{prefix}shared_experts.w2", numerics),
+            config=config,
+            numerics=numerics,
+        )
+
+    def __call__(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """Normed input ``[T, C]`` to the sublayer's output ``[T, C]``."""
+        topk_weights, topk_ids = self._route(x, batch)
+        hidden = ftkernels.swiglu_clamp(self.shared_w13(x), limit=self.config.swiglu_limit)
+        bank = self.bank
+        return ftkernels.moe_fp4(
+            x, bank.w13, bank.w13_scale, bank.w2, bank.w2_scale, topk_weights, topk_ids,
+            swiglu_limit=self.config.swiglu_limit, shared=self.shared_w2(hidden),
+            activation=self.numerics.activation, path="gemv" if batch.is_decode else "gemm",
+        )  # fmt: skip
+
+    def _route(self, x: torch.Tensor, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        logits, config = self.gate(x), self.config
+        if self.tid2eid is not None:
+            return ftkernels.route_hash(
+                logits, batch.token_ids, self.tid2eid, route_scale=config.routed_scaling_factor,
+                score=config.scoring_func,
+            )  # fmt: skip
+        return ftkernels.route_topk(
+            logits, self.bias, topk=config.num_experts_per_tok,
+            route_scale=config.routed_scaling_factor, score=config.scoring_func,
+        )  # fmt: skip

@@ -1,0 +1,99 @@
+"""The whole model over paged pools, any layer slice of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+import ftkernels
+from ftruntime.checkpoint.loader import Weights
+from ftruntime.kvcache.storage import KVStorage
+from ftruntime.model.attention import Attention
+from ftruntime.model.batch import ForwardBatch
+from ftruntime.model.compressor import Tables
+from ftruntime.model.config import ModelConfig
+from ftruntime.model.mhc import Head, HyperConnection
+from ftruntime.model.moe import MoE
+from ftruntime.model.numerics import Numerics
+
+
+@dataclass(frozen=True)
+class Layer:
+    attn_hc: HyperConnection
+    attn: Attention
+    ffn_hc: HyperConnection
+    ffn: MoE
+
+
+class Transformer:
+    """Weights and constants; every tensor operation is a library call.
+
+    Args:
+        config, weights, numerics: what was loaded, and how it is rounded.
+        max_positions: rows of the rope tables, the longest sequence that is served.
+    """
+
+    def __init__(
+        self, config: ModelConfig, weights: Weights, numerics: Numerics, *, max_positions: int
+    ) -> None:
+        self.config = config
+        self.numerics = numerics
+        self.device = weights.tensors["embed.weight"].device
+        self._embed = weights.tensors["embed.weight"].to(numerics.dtype)
+        self._head = Head.of(weights, config)
+        self._layers = [
+            Layer(
+                HyperConnection.of(weights, layer, "attn", config),
+                Attention.of(weights, layer, config, numerics),
+                HyperConnection.of(weights, layer, "ffn", config),
+                MoE.of(weights, layer, config, numerics),
+            )
+            for layer in range(config.num_hidden_layers)
+        ]
+        self._tables = _rope_tables(config, max_positions, self.device)
+
+    def embed(self, batch: ForwardBatch) -> torch.Tensor:
+        """Token ids to identical streams ``[T, hc, C]``."""
+        return ftkernels.embed(batch.token_ids, self._embed, hc=self.config.hc_mult)
+
+    def forward(
+        self, streams: torch.Tensor, batch: ForwardBatch, storage: KVStorage,
+        layers: tuple[int, int],
+    ) -> torch.Tensor:  # fmt: skip
+        """Run layers ``[a, b)`` over the new tokens, updating pools, carry and streams in place."""
+        for number in range(*layers):
+            layer, kv = self._layers[number], storage.layers[number]
+            tables = self._tables[bool(self.config.compress_ratios[number])]
+            x, mixes = layer.attn_hc.before(streams)
+            streams = layer.attn_hc.after(layer.attn(x, batch, kv, tables), streams, mixes)
+            x, mixes = layer.ffn_hc.before(streams)
+            streams = layer.ffn_hc.after(layer.ffn(x, batch), streams, mixes)
+        return streams
+
+    def logits(self, streams: torch.Tensor) -> torch.Tensor:
+        """Streams ``[N, hc, C]`` of the rows that are wanted to fp32 logits ``[N, V]``."""
+        return self._head(streams)
+
+
+def _rope_tables(
+    config: ModelConfig, max_positions: int, device: torch.device
+) -> dict[bool, Tables]:
+    """Tables of the sliding layers (False) and of the compressed ones (True)."""
+    scaling = config.rope_scaling
+    yarn = None
+    if scaling is not None:
+        yarn = {
+            "factor": scaling.factor,
+            "original_max_positions": scaling.original_max_position_embeddings,
+            "beta_fast": scaling.beta_fast,
+            "beta_slow": scaling.beta_slow,
+        }
+    dim = config.qk_rope_head_dim
+
+    def tables(theta: float, yarn: dict[str, float] | None) -> Tables:
+        return ftkernels.rope_tables(
+            dim=dim, max_positions=max_positions, theta=theta, yarn=yarn, device=device
+        )
+
+    return {False: tables(config.rope_theta, None), True: tables(config.compress_rope_theta, yarn)}
