@@ -2,7 +2,7 @@
 Pure arithmetic.
 
 On a GPU with official numerics weights keep their checkpoint form (FP8 and FP4 with scales). Where
-ops run their reference, on CPU and under ``exact``, matrices are dequantized once at load.
+ops run their reference, on CPU and under ``exact``, every matrix is widened to fp32 once at load.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from ftruntime.checkpoint.names import expected_tensors
+from ftruntime.checkpoint.names import TensorSpec, expected_tensors
 from ftruntime.model.config import ModelConfig
 from ftruntime.types import PAGE_TOKENS
 
@@ -41,32 +41,34 @@ def element_bytes(numerics: str) -> int:
     return _FP32 if numerics == "exact" else 2
 
 
-def weight_bytes(shape: ModelConfig, *, dequantized: int | None, ranks: int) -> WeightBytes:
+def weight_bytes(shape: ModelConfig, *, widened: bool, ranks: int) -> WeightBytes:
     """Weights as they stay in memory.
 
     Args:
-        dequantized: bytes of an element of the dequantized matrices; None keeps the checkpoint's
-            form.
+        widened: all matrices and vectors are fp32; else they keep the checkpoint's form.
         ranks: tensor-parallel ranks that share the sharded matrices.
     """
     dense = first_expert = 0
     for name, spec in expected_tensors(shape).items():
-        size = spec.num_bytes
-        if dequantized is not None and spec.dtype in ("F8_E4M3", "F8_E8M0", "I8"):
-            # two FP4 codes a byte; scales are gone
-            per_element = {"F8_E4M3": 1, "F8_E8M0": 0, "I8": 2}[spec.dtype]
-            size = spec.num_elements * per_element * dequantized
+        size = _widened_bytes(spec) if widened else spec.num_bytes
         if ".ffn.experts." in name:
             first_expert += size if name.startswith("layers.0.ffn.experts.0.") else 0
             continue
-        padded = f".{name}"
-        sharded = any(mark in padded for mark in _SHARDED) and ".indexer." not in name
+        sharded = any(mark in f".{name}" for mark in _SHARDED) and ".indexer." not in name
         dense += -(-size // ranks) if sharded else size
     return WeightBytes(
         dense=dense,
         expert=-(-first_expert // ranks),
         num_experts=shape.num_hidden_layers * shape.n_routed_experts,
     )
+
+
+def _widened_bytes(spec: TensorSpec) -> int:
+    if spec.dtype == "I64":
+        return spec.num_bytes
+    # a scale is gone once it is in its weight; an I8 holds two FP4 codes
+    values = {"F8_E8M0": 0, "I8": 2}.get(spec.dtype, 1)
+    return spec.num_elements * values * _FP32
 
 
 def row_page_bytes(shape: ModelConfig, *, kv_format: str, numerics: str) -> int:

@@ -167,12 +167,8 @@ class _Sizer:
         self.shape = shape
         self.facts = facts
         self.ranks = config.tensor_parallel_size
-        raw = facts.kind == "cuda" and config.numerics == "official"
-        self.weights = memory.weight_bytes(
-            shape,
-            dequantized=None if raw else memory.element_bytes(config.numerics),
-            ranks=self.ranks,
-        )
+        widened = facts.kind == "cpu" or config.numerics == "exact"
+        self.weights = memory.weight_bytes(shape, widened=widened, ranks=self.ranks)
         # ranks on CPU share one memory, ranks on cards have one each
         share = facts.memory_bytes // (self.ranks if facts.kind == "cpu" else 1)
         self.budget = int(share * config.memory_ratio)

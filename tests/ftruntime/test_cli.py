@@ -1,6 +1,6 @@
 """The command line: generated options, the order of start-up, and one sentence for every failure.
 
-Mutants tried and seen red: the platform check after the demo, the key sent to the engine, click's
+Mutants tried and seen red: the platform check dropped, the key sent to the engine, click's
 usage lines left in, exit code 1 for a usage error, the port claimed after the tokenizer is read.
 """
 

@@ -1,12 +1,13 @@
 """Bytes of a shape against the totals of the specification.
 
 Mutants tried and seen red: the shared expert not sharded, FP4 counted as one value a byte when
-dequantized, index rows forgotten, one rope table pair instead of two, scales left out.
+widened, index rows forgotten, one rope table pair instead of two, scales left out.
 """
 
 from __future__ import annotations
 
 import pytest
+import torch
 
 from ftruntime import memory
 from ftruntime.model.config import builtin
@@ -16,7 +17,7 @@ BF16 = {"kv_format": "bf16", "numerics": "official"}
 
 
 def test_flash_weights_are_the_totals_of_the_roofline_section():
-    weights = memory.weight_bytes(FLASH, dequantized=None, ranks=1)
+    weights = memory.weight_bytes(FLASH, widened=False, ranks=1)
     assert weights.expert == 13369344
     assert weights.num_experts == 43 * 256
     assert weights.expert * weights.num_experts == pytest.approx(147.170e9, rel=1e-5)
@@ -25,20 +26,29 @@ def test_flash_weights_are_the_totals_of_the_roofline_section():
 
 
 def test_pro_weights():
-    weights = memory.weight_bytes(builtin("pro"), dequantized=None, ranks=1)
+    weights = memory.weight_bytes(builtin("pro"), widened=False, ranks=1)
     assert weights.expert * weights.num_experts == pytest.approx(822.05e9, rel=1e-4)
     assert weights.dense == pytest.approx(24.97e9 + 2 * 129280 * 7168 * 2, rel=1e-3)
 
 
-def test_dequantized_expert_is_its_parameters():
-    weights = memory.weight_bytes(FLASH, dequantized=2, ranks=1)
-    assert weights.expert == 25165824 * 2  # parameters of one expert, bf16
-    assert memory.weight_bytes(FLASH, dequantized=4, ranks=1).expert == 25165824 * 4
+def test_a_widened_expert_is_its_parameters_in_fp32():
+    assert memory.weight_bytes(FLASH, widened=True, ranks=1).expert == 25165824 * 4
+
+
+@pytest.mark.parametrize("widened", [False, True])
+def test_weights_are_what_the_loader_holds(widened):
+    from ftruntime.checkpoint.memory import estimate
+
+    shape = builtin("pro")
+    weights = memory.weight_bytes(shape, widened=widened, ranks=1)
+    loaded = estimate(shape, torch.float32 if widened else None)
+    assert weights.dense == loaded.dense_bytes
+    assert weights.expert * weights.num_experts == loaded.expert_bytes
 
 
 def test_ranks_share_what_is_sharded():
-    one = memory.weight_bytes(FLASH, dequantized=None, ranks=1)
-    eight = memory.weight_bytes(FLASH, dequantized=None, ranks=8)
+    one = memory.weight_bytes(FLASH, widened=False, ranks=1)
+    eight = memory.weight_bytes(FLASH, widened=False, ranks=8)
     assert eight.expert == one.expert // 8
     # the replicated part of one CSA layer: wq_a, wkv, compressor, indexer, router, mHC, norms
     wq_a, wkv = 1024 * 4096 + 8 * 32, 512 * 4096 + 4 * 32

@@ -1,8 +1,8 @@
 """What settings come to: the worked chunk numbers, KV capacity, context, experts, and refusals.
 
 Mutants tried and seen red: the CPU cap dropped, ranks on CPU given the whole memory each, auto KV
-not limited by memory, explicit slots below the least accepted, the context warning inverted, headroom
-not part of the sum, max_model_len not limited by the KV capacity.
+not limited by memory, explicit slots below the least accepted, the context warning inverted,
+headroom not part of the sum, max_model_len not limited by the KV capacity.
 """
 
 from __future__ import annotations
@@ -117,8 +117,8 @@ def test_a_model_that_does_not_fit_says_what_it_needs():
     with pytest.raises(NotEnoughMemoryError) as refusal:
         plan_of(FLASH)
     sentence = str(refusal.value)
-    assert sentence.startswith("the model needs 5")
-    assert "experts 516.00" in sentence  # 43 x 256 experts of 25165824 parameters, bf16
+    assert sentence.startswith("the model needs 1")
+    assert "experts 1032.00" in sentence  # 43 x 256 experts of 25165824 parameters, fp32
     assert "7.20 GiB are free under --memory-ratio 0.9" in sentence
 
 
