@@ -30,11 +30,13 @@ def fold_rows(*tensors: torch.Tensor) -> Iterator[Rows]:
         for index in range(tensors[0].shape[axis]):
             yield from fold_rows(*(x.select(axis, index) for x in tensors))
         return
-    (outer, outer_strides), (inner, inner_strides) = [(1, (0,) * len(tensors))] * (2 - len(dims)) + dims
+    (outer, outer_strides), (inner, inner_strides) = [(1, (0,) * len(tensors))] * (
+        2 - len(dims)
+    ) + dims
     if outer == 1:
         # an inner size of 1 is a compile-time constant, so the division disappears
         outer, inner, outer_strides = inner, 1, inner_strides
-    yield Rows(tensors, outer * inner, inner, tuple(zip(outer_strides, inner_strides)))
+    yield Rows(tensors, outer * inner, inner, tuple(zip(outer_strides, inner_strides, strict=True)))
 
 
 def _merged(tensors: tuple[torch.Tensor, ...]) -> list[tuple[int, tuple[int, ...]]]:
@@ -43,7 +45,9 @@ def _merged(tensors: tuple[torch.Tensor, ...]) -> list[tuple[int, tuple[int, ...
         strides = tuple(x.stride(axis) for x in tensors)
         if size == 1:
             continue
-        if dims and all(before == size * after for before, after in zip(dims[-1][1], strides)):
+        if dims and all(
+            before == size * after for before, after in zip(dims[-1][1], strides, strict=True)
+        ):
             dims[-1] = (dims[-1][0] * size, strides)
         else:
             dims.append((size, strides))

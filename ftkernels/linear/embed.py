@@ -1,6 +1,6 @@
 """Token embedding: a row of ``weight`` for each token, repeated ``hc`` times.
 
-Ids outside ``[vocab_start, vocab_start + V)`` give zeros, so that vocabulary-parallel slices add up.
+Ids outside ``[vocab_start, vocab_start + V)`` give zeros: vocabulary-parallel slices add up.
 """
 
 from __future__ import annotations
@@ -68,9 +68,7 @@ def _checked(
     check.shape(op, "token_ids", token_ids, (None,), "[T]")
     check.tensor(op, "weight", weight, check.FLOATS, (None, None), "[V, C]", token_ids)
     check.require(hc >= 1, lambda: f"{op}: hc is {hc}, expected >= 1")
-    check.require(
-        vocab_start >= 0, lambda: f"{op}: vocab_start is {vocab_start}, expected >= 0"
-    )
+    check.require(vocab_start >= 0, lambda: f"{op}: vocab_start is {vocab_start}, expected >= 0")
     size = (token_ids.shape[0], hc, weight.shape[1])
     return check.output(op, out, size, like=weight, inputs=(token_ids,))
 
@@ -125,8 +123,9 @@ def _embed_kernel(
     offs_c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     mask_c = offs_c < C
     row = tl.load(token_ids_ptr + pid_t * stride_it).to(tl.int64) - vocab_start
-    is_known = (row >= 0) & (row < V)
-    value = tl.load(weight_ptr + row * stride_wv + offs_c, mask=mask_c & is_known, other=0.0)
+    value = tl.zeros((BLOCK_C,), dtype=out_ptr.dtype.element_ty)
+    if (row >= 0) & (row < V):
+        value = tl.load(weight_ptr + row * stride_wv + offs_c, mask=mask_c, other=0.0)
     for copy in tl.static_range(HC):
         tl.store(out_ptr + pid_t * stride_ot + copy * stride_oh + offs_c, value, mask=mask_c)
 

@@ -69,10 +69,18 @@ def _checked(x: torch.Tensor, group: int, out: Pair | None) -> Pair:
     check.require(group >= 1, lambda: f"{op}: group is {group}, expected >= 1")
     num_tokens, width = x.shape
     codes, scale = split_pair(op, out)
-    codes = check.output(op, codes, (num_tokens, width), like=x, dtype=torch.float8_e4m3fn, name="out[0]")
+    codes = check.output(
+        op, codes, (num_tokens, width), like=x, dtype=torch.float8_e4m3fn, name="out[0]"
+    )
     size = (num_tokens, -(-width // group))
     scale = check.output(
-        op, scale, size, like=x, dtype=torch.uint8, name="out[1]", inputs=(None if out is None else codes,)
+        op,
+        scale,
+        size,
+        like=x,
+        dtype=torch.uint8,
+        name="out[1]",
+        inputs=(None if out is None else codes,),
     )
     return codes, scale
 

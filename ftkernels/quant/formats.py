@@ -1,16 +1,16 @@
-"""Number formats E2M1, E4M3 and UE8M0: decode and round helpers, in torch and in Triton, defined once.
+"""Number formats E2M1, E4M3, UE8M0: decode and round helpers, torch and Triton, defined once.
 
 UE8M0 is one byte ``b`` of value ``2^(b - 127)``; 255 is NaN, and 0 is ``2^-127``, an fp32 subnormal.
 E4M3 ("fn") has bias 7, largest value 448, no infinities. E2M1 is a sign bit over three bits that
 stand for 0, 0.5, 1, 1.5, 2, 3, 4, 6; two codes fill a byte, the even element in the low nibble.
-Group quantization picks the smallest power of two at or above ``max|x| / largest`` as scale; a group
-that holds a NaN or an infinity gets scale code 255, so that it stays NaN when it is read back.
+Group quantization picks the smallest power of two at or above ``max|x| / largest`` as scale; a
+group that holds a NaN or an infinity gets scale code 255, so that it is NaN when read back.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 
 import torch
 import triton
@@ -21,7 +21,7 @@ E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 @dataclass(frozen=True)
 class GroupFormat:
-    """How groups are scaled: `largest` code value, and the `floor` under a group's largest magnitude."""
+    """How groups are scaled: the largest value, and the floor under a group's magnitude."""
 
     largest: float
     floor: float
@@ -35,7 +35,7 @@ _EXPONENT = 0x7F800000
 _MANTISSA = 0x007FFFFF
 
 
-@lru_cache(maxsize=None)
+@cache
 def _e2m1_table(device: torch.device) -> torch.Tensor:
     values = (*E2M1_MAGNITUDES, *(-m for m in E2M1_MAGNITUDES))
     return torch.tensor(values, dtype=torch.float32, device=device)
@@ -47,7 +47,7 @@ def e2m1_decode(codes: torch.Tensor) -> torch.Tensor:
 
 
 def e2m1_round(x: torch.Tensor) -> torch.Tensor:
-    """The E2M1 value nearest to fp32 `x` as fp32, ties to the even code, saturating at 6; keeps sign and NaN."""
+    """The nearest E2M1 value as fp32, ties to the even code, saturating; keeps sign and NaN."""
     x = x.clamp(-6.0, 6.0)
     magnitude = x.abs()
     # neighbours are 0.5 apart below 2, 1 apart below 4, then 2; torch rounds halves to even
@@ -142,7 +142,9 @@ def tl_ue8m0_inverse(code):
 
 @triton.jit
 def tl_round_to_grid(x, LOWEST: tl.constexpr, FRACTION: tl.constexpr):
-    """Nearest-even rounding of fp32 `x` to FRACTION mantissa bits, subnormals from exponent field LOWEST down.
+    """Nearest-even rounding of fp32 `x` to FRACTION mantissa bits.
+
+    LOWEST is the exponent field below which the spacing stays the same (subnormals).
 
     Exact in fp32: adding ``1.5 * 2^(e + 23 - FRACTION)`` leaves FRACTION bits, subtracting restores.
     """

@@ -64,7 +64,9 @@ def _checked(x: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
     width = x.shape[-1] if x.ndim else 0
     check.require(
         0 < width <= _WIDEST and width & (width - 1) == 0,
-        lambda: f"{op}: x is {tuple(x.shape)}, expected [..., D] with D a power of two up to {_WIDEST}",
+        lambda: (
+            f"{op}: x is {tuple(x.shape)}, expected [..., D] with D a power of two up to {_WIDEST}"
+        ),
     )
     check.last_contiguous(op, "x", x)
     return check.output(op, out, x.shape, like=x)
@@ -126,7 +128,7 @@ def _hadamard_kernel(
     mask = (offs_r < num_rows)[:, None] & (offs_d < D)[None, :]
     x_rows = x_ptr + (offs_r // inner) * stride_xo + (offs_r % inner) * stride_xi
     x = tl.load(x_rows[:, None] + offs_d[None, :], mask=mask, other=0.0).to(tl.float32)
-    for step in tl.static_range(LOG2_D):
+    for _ in tl.static_range(LOG2_D):
         # pairs of neighbours become [all sums, all differences], so that each round looks alike
         # and after LOG2_D rounds every index bit is back in its place
         even, odd = tl.split(tl.reshape(x, (BLOCK_R, D // 2, 2)))

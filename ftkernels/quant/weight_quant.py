@@ -85,16 +85,25 @@ def _checked_quantize(x: torch.Tensor, group: int, out: Pair | None) -> Pair:
     check.tensor(op, "x", x, check.FLOATS, (None, None), "[N, K]")
     num_rows, width = x.shape
     check.require(
-        group >= 2 and group % 2 == 0, lambda: f"{op}: group is {group}, expected an even number >= 2"
+        group >= 2 and group % 2 == 0,
+        lambda: f"{op}: group is {group}, expected an even number >= 2",
     )
     check.require(
         width % group == 0,
         lambda: f"{op}: x is {tuple(x.shape)}, expected [N, K] with K a multiple of group {group}",
     )
     packed, scale = split_pair(op, out)
-    packed = check.output(op, packed, (num_rows, width // 2), like=x, dtype=torch.uint8, name="out[0]")
+    packed = check.output(
+        op, packed, (num_rows, width // 2), like=x, dtype=torch.uint8, name="out[0]"
+    )
     scale = check.output(
-        op, scale, (num_rows, width // group), like=x, dtype=torch.uint8, name="out[1]", inputs=(packed,)
+        op,
+        scale,
+        (num_rows, width // group),
+        like=x,
+        dtype=torch.uint8,
+        name="out[1]",
+        inputs=(packed,),
     )
     return packed, scale
 
@@ -159,7 +168,11 @@ def dequantize_fp8_reference(
 
 
 def _checked_fp8(
-    x_fp8: torch.Tensor, scale: torch.Tensor, group: Group, dtype: torch.dtype, out: torch.Tensor | None
+    x_fp8: torch.Tensor,
+    scale: torch.Tensor,
+    group: Group,
+    dtype: torch.dtype,
+    out: torch.Tensor | None,
 ) -> torch.Tensor:
     op = "dequantize_fp8"
     check.tensor(op, "x_fp8", x_fp8, (torch.float8_e4m3fn,), (None, None), "[N, K]")
@@ -219,7 +232,9 @@ def dequantize_fp4(
     if backend.use_reference(packed):
         return _dequantize_fp4(packed, scale, group, out)
     num_rows, half = packed.shape
-    cfg = config.lookup("dequantize_fp4", {"N": num_rows, "K": 2 * half}, dequantize_config, grows="N")
+    cfg = config.lookup(
+        "dequantize_fp4", {"N": num_rows, "K": 2 * half}, dequantize_config, grows="N"
+    )
     with backend.on_device(packed):
         _dequantize_fp4_kernel[(num_rows, triton.cdiv(2 * half, cfg.block_k))](
             packed, packed.stride(0),
@@ -241,19 +256,28 @@ def dequantize_fp4_reference(
 
 
 def _checked_fp4(
-    packed: torch.Tensor, scale: torch.Tensor, group: int, dtype: torch.dtype, out: torch.Tensor | None
+    packed: torch.Tensor,
+    scale: torch.Tensor,
+    group: int,
+    dtype: torch.dtype,
+    out: torch.Tensor | None,
 ) -> torch.Tensor:
     op = "dequantize_fp4"
     check.tensor(op, "packed", packed, (torch.uint8,), (None, None), "[N, K/2]")
     check.require(
-        group >= 2 and group % 2 == 0, lambda: f"{op}: group is {group}, expected an even number >= 2"
+        group >= 2 and group % 2 == 0,
+        lambda: f"{op}: group is {group}, expected an even number >= 2",
     )
     num_rows, width = packed.shape[0], 2 * packed.shape[1]
     check.require(
         width % group == 0,
-        lambda: f"{op}: packed is {tuple(packed.shape)}, expected [N, K/2] with K a multiple of {group}",
+        lambda: (
+            f"{op}: packed is {tuple(packed.shape)}, expected [N, K/2] with K a multiple of {group}"
+        ),
     )
-    check.tensor(op, "scale", scale, (torch.uint8,), (num_rows, width // group), "[N, K/group]", packed)
+    check.tensor(
+        op, "scale", scale, (torch.uint8,), (num_rows, width // group), "[N, K/group]", packed
+    )
     _check_result(op, dtype)
     return check.output(op, out, (num_rows, width), like=packed, dtype=dtype, inputs=(scale,))
 
@@ -294,7 +318,9 @@ def quantize_candidates(key: Case, target: Target) -> Iterable[QuantizeConfig]:
 
 def dequantize_config(key: Case) -> DequantizeConfig:
     """Used when no tuned entry fits: one row per program, at most 2048 columns."""
-    return DequantizeConfig(block_k=max(32, min(2048, triton.next_power_of_2(key["K"]))), num_warps=4)
+    return DequantizeConfig(
+        block_k=max(32, min(2048, triton.next_power_of_2(key["K"]))), num_warps=4
+    )
 
 
 def dequantize_candidates(key: Case, target: Target) -> Iterable[DequantizeConfig]:
@@ -391,7 +417,9 @@ def _fp8_inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
 
 def _fp4_inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
     packed = _codes(case["N"], case["K"] // 2, device=device, seed=seed)
-    scale = _codes(case["N"], case["K"] // case["group"], device=device, seed=seed, low=110, high=130)
+    scale = _codes(
+        case["N"], case["K"] // case["group"], device=device, seed=seed, low=110, high=130
+    )
     return (packed, scale), {"group": case["group"]}
 
 
