@@ -54,6 +54,16 @@ def tensor(
     like: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
     """All of the above for one input."""
+    if isinstance(x, torch.Tensor) and x.dtype in dtypes:
+        # the common case in one pass, since a decode step makes hundreds of these
+        sizes = x.shape
+        fits = len(sizes) == len(dims) and (not sizes or x.stride(-1) == 1)
+        if fits and (like is None or x.device == like.device):
+            for wanted, size in zip(dims, sizes):
+                if wanted is not None and wanted != size:
+                    break
+            else:
+                return
     dtype(op, name, x, dtypes)
     assert isinstance(x, torch.Tensor)
     shape(op, name, x, dims, text)
@@ -80,7 +90,7 @@ def output(
     """
     wanted = dtype or like.dtype
     if out is None:
-        return torch.empty(tuple(size), dtype=wanted, device=like.device)
+        return torch.empty(size, dtype=wanted, device=like.device)
     tensor(op, name, out, (wanted,), size, "the result's shape", like)
     for source in (like, *inputs):
         if source is None or not overlaps(out, source):
