@@ -84,7 +84,12 @@ def _refusals(exit_code: int) -> Iterator[None]:
         yield
     except NotEnoughMemoryError as error:
         raise Failure(str(error), _FAILED) from error
-    except (ValueError, OSError) as error:
+    except OSError as error:
+        if error.filename is None:
+            raise Failure(str(error), exit_code) from error
+        sentence = f"{error.filename} cannot be opened or written ({error.strerror})"
+        raise Failure(sentence, exit_code) from error
+    except ValueError as error:
         raise Failure(str(error), exit_code) from error
 
 

@@ -50,6 +50,11 @@ def ensure_demo(progress: Callable[[str, float], None] | None = None) -> Path:
         # another process made it meanwhile: it appears whole or not at all
         if not _complete(directory):
             raise
+    except OSError as error:
+        raise OSError(
+            f"{directory} cannot be written ({error.strerror}), expected a cache directory: set "
+            "XDG_CACHE_HOME or name a model"
+        ) from error
     return directory
 
 

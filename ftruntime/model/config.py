@@ -7,7 +7,6 @@ torch here.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +17,9 @@ COMPRESS_RATIOS: Final = (0, 4, 128)
 SCORING_FUNCS: Final = ("sqrtsoftplus",)
 # input width of an FP4 matrix comes in scale groups of this many channels
 FP4_GROUP: Final = 32
+# no size is as large: products of a few stay exact and printable
+_LIMIT: Final = 2**40
+_MOST: Final[Mapping[str, int]] = {"num_hidden_layers": 1024, "n_routed_experts": 4096}
 
 # the arithmetic here is right for these values only; absent fields mean the same
 _FIXED: Final[Mapping[str, tuple[object, ...]]] = {
@@ -130,7 +132,7 @@ class ModelConfig:
         """Read ``path/config.json``.
 
         Raises:
-            FileNotFoundError: no such directory, or no ``config.json`` in it.
+            OSError: no such directory, no ``config.json`` in it, or not readable.
             ValueError: not a JSON object, or a field as in :class:`ModelConfig`.
         """
         directory = Path(path)
@@ -141,7 +143,9 @@ class ModelConfig:
             raise FileNotFoundError(f"{file} does not exist, expected the checkpoint's config.json")
         try:
             data = json.loads(file.read_text(encoding="utf-8"))
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        except OSError as error:
+            raise OSError(f"{file} cannot be read ({error.strerror})") from error
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{file} is not valid JSON ({error})") from error
         if not isinstance(data, dict):
             raise ValueError(f"{file} holds a {type(data).__name__}, expected a JSON object")
@@ -234,16 +238,14 @@ class _Reader:
         value = self.get(name, default)
         if isinstance(value, bool) or not isinstance(value, int):
             self.refuse(name, value, "an integer")
+        if abs(value) >= _LIMIT:
+            self.refuse(name, value, "an integer below 2^40")
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
         value = self.get(name, default)
-        if (
-            isinstance(value, bool)
-            or not isinstance(value, int | float)
-            or not math.isfinite(value)
-        ):
-            self.refuse(name, value, "a finite number")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < _LIMIT:
+            self.refuse(name, value, "a number below 2^40")
         return float(value)
 
     def string(self, name: str, default: str) -> str:
@@ -299,6 +301,8 @@ def _check_values(config: ModelConfig) -> None:
     )  # fmt: skip
     for name in positive:
         _require(config, name, getattr(config, name) >= 1, "at least 1")
+    for name, most in _MOST.items():
+        _require(config, name, getattr(config, name) <= most, f"at most {most}")
     for name in ("num_hash_layers", "hc_sinkhorn_iters", "swiglu_limit"):
         _require(config, name, getattr(config, name) >= 0, "at least 0")
     for name in ("rope_theta", "compress_rope_theta"):

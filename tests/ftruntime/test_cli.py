@@ -146,6 +146,26 @@ def test_without_a_model_the_demo_is_made_once(tmp_path, monkeypatch, started):
     assert [start["config"].model for start in started] == [str(expected)] * 2
 
 
+def test_a_cache_that_cannot_be_written_is_one_sentence(started):
+    result = invoke("serve", env={"XDG_CACHE_HOME": "/proc/1"})
+    assert result.exit_code == 1
+    last = result.stderr.splitlines()[-1]
+    assert last.startswith("/proc/1/ftruntime/demo-")
+    assert last.endswith("expected a cache directory: set XDG_CACHE_HOME or name a model")
+
+
+def test_an_unreadable_file_is_one_sentence(tmp_path):
+    (tmp_path / "config.json").symlink_to("/proc/self/mem")
+    sentence = one_sentence(invoke("inspect", str(tmp_path)), 1)
+    assert sentence == f"{tmp_path}/config.json cannot be read (Input/output error)"
+
+
+def test_make_demo_where_nothing_can_be_written():
+    sentence = one_sentence(invoke("make-demo", "/proc/demo"), 1)
+    assert sentence.startswith("/proc/")
+    assert sentence.endswith("cannot be opened or written (No such file or directory)")
+
+
 def test_a_taken_port_is_known_before_anything_is_read(checkpoint, started, monkeypatch):
     from ftruntime.tokenizer.tokenizer import Tokenizer
 

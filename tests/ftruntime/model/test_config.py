@@ -135,7 +135,10 @@ WRONG = [
      "eos_token_id is [1, 129280], expected ids below vocab_size (129280)"),
     ({"bos_token_id": -1}, "bos_token_id is -1, expected an id below vocab_size (129280)"),
     ({"swiglu_limit": -1.0}, "swiglu_limit is -1.0, expected at least 0"),
-    ({"rope_theta": float("nan")}, "rope_theta is nan, expected a finite number"),
+    ({"rope_theta": float("nan")}, "rope_theta is nan, expected a number below 2^40"),
+    ({"swiglu_limit": 10**400}, f"swiglu_limit is {10**400}, expected a number below 2^40"),
+    ({"hidden_size": 2**40}, "hidden_size is 1099511627776, expected an integer below 2^40"),
+    ({"n_routed_experts": 10**6}, "n_routed_experts is 1000000, expected at most 4096"),
     ({"rms_norm_eps": 0}, "rms_norm_eps is 0.0, expected a number above 0"),
     ({"rope_scaling": {**YARN, "type": "linear"}},
      "rope_scaling.type is 'linear', expected 'yarn'"),
@@ -179,6 +182,9 @@ def test_from_dir(tmp_path: Path):
         ModelConfig.from_dir(tmp_path)
     file = tmp_path / "config.json"
     file.write_text("{")
+    with pytest.raises(ValueError, match=r"config\.json is not valid JSON"):
+        ModelConfig.from_dir(tmp_path)
+    file.write_text("[" * 100_000)
     with pytest.raises(ValueError, match=r"config\.json is not valid JSON"):
         ModelConfig.from_dir(tmp_path)
     file.write_text("[]")
