@@ -34,9 +34,9 @@ from ftruntime.server.shapes import ChatShape, CompletionShape, Shape
 from ftruntime.server.stream import answer_stream, answer_whole
 from ftruntime.tokenizer.chat import ChatFormat
 from ftruntime.tokenizer.tokenizer import Tokenizer
-from ftruntime.types import SamplingParams
 
 _STOP_ENGINE_S = 10.0
+_STOP_LOADING_S = 0.5
 _MAX_SEQUENCES = 1024
 
 _logger = logging.getLogger(__name__)
@@ -86,8 +86,9 @@ def _lifespan(
             await front.client.wait_ready()
             _logger.info("server ready model=%s", front.settings.served_model_name)
         except (EngineDeadError, OSError) as error:
-            _logger.error("engine start failed: %s", error)
-            if on_start_failure is not None:
+            if on_start_failure is None:
+                _logger.error("engine start failed: %s", error)
+            else:
                 on_start_failure(str(error))
 
     @contextlib.asynccontextmanager
@@ -98,7 +99,8 @@ def _lifespan(
         finally:
             front.abort_all("the server is shutting down")
             task.cancel()
-            await front.client.stop(_STOP_ENGINE_S)
+            # what it has loaded so far is not worth waiting for
+            await front.client.stop(_STOP_ENGINE_S if front.client.info else _STOP_LOADING_S)
 
     return lifespan
 
@@ -283,20 +285,22 @@ def _observation_routes(front: Front) -> APIRouter:
 
     @router.get("/v1/stats")
     async def stats() -> Response:
+        front.require_loaded()
         return JSONResponse(dict(await front.client.stats()))
 
     @router.get("/v1/steps")
     async def steps(since: str = "0") -> Response:
         if not (since.isascii() and since.isdigit() and len(since) <= 18):
             raise bad_field("since", since, "an integer >= 0")
+        front.require_loaded()
         return JSONResponse(dict(await front.client.steps(int(since))))
 
     @router.get("/metrics")
     async def metrics() -> Response:
-        try:
+        stats = None
+        with contextlib.suppress(EngineDeadError, ApiError):
+            front.require_loaded()
             stats = await front.client.stats()
-        except EngineDeadError:
-            stats = None
         return Response(front.metrics.render(stats), media_type=CONTENT_TYPE)
 
     return router
@@ -310,6 +314,3 @@ def _tokens(front: Front, body: TokenizeBody, limits: ModelLimits) -> tuple[int,
         return text_prompts(body.prompt, front.tokenizer, limits.vocab_size)[0]
     prompt: ChatPrompt = chat_prompt(body.messages or [], body, front.tokenizer, front.chat)
     return prompt.token_ids
-
-
-__all__ = ["SamplingParams", "ServerSettings", "create_app"]

@@ -76,15 +76,21 @@ class Front:
         """
         if self.draining:
             raise _shutting_down("the server is shutting down and takes no new requests")
-        health = self.client.health()
-        info = self.client.info
-        if not health.ready or info is None:
-            raise ApiError(
-                f"engine is not ready: phase {health.phase}, progress {health.progress:.0%}"
-                + (f", {health.detail}" if health.detail else ""),
-                status=503, code="not_ready",
-            )  # fmt: skip
+        info = self.require_loaded()
+        if not self.client.health().ready:
+            raise self._not_ready()
         return ModelLimits.from_info(info)
+
+    def require_loaded(self) -> Mapping[str, object]:
+        """The engine's info; before there is one, it answers no questions either.
+
+        Raises:
+            ApiError: 503 while the model is being loaded.
+        """
+        info = self.client.info
+        if info is None:
+            raise self._not_ready()
+        return info
 
     def check_model(self, name: str | None) -> None:
         """Accept the served model's name, or none.
@@ -127,6 +133,14 @@ class Front:
         """End every running request; streams get an error event and their end."""
         for generation in tuple(self.running):
             generation.interrupt(_shutting_down(reason))
+
+    def _not_ready(self) -> ApiError:
+        health = self.client.health()
+        return ApiError(
+            f"engine is not ready: phase {health.phase}, progress {health.progress:.0%}"
+            + (f", {health.detail}" if health.detail else ""),
+            status=503, code="not_ready",
+        )  # fmt: skip
 
     def _choice(self, params: SamplingParams, parser: ParserSpec | None) -> Choice:
         return Choice(

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from ftruntime.server.errors import ApiError, bad_field, from_value_error
 from ftruntime.server.openai import PromptBody
+from ftruntime.tokenizer import special
 from ftruntime.tokenizer.chat import ChatFormat
 from ftruntime.tokenizer.tokenizer import Tokenizer
 
@@ -17,7 +18,7 @@ Item = dict[str, object]
 
 @dataclass(frozen=True)
 class ChatPrompt:
-    """A rendered chat, and what its answer has to be parsed for."""
+    """A rendered chat, and what its answer is parsed for: ``thinking`` starts in the reasoning."""
 
     token_ids: tuple[int, ...]
     thinking: bool
@@ -46,7 +47,9 @@ def chat_prompt(
         token_ids = tuple(tokenizer.encode(text))
     except ValueError as error:
         raise from_value_error(error) from error
-    return ChatPrompt(token_ids, thinking, (*tools, *_tools_of(messages)))
+    # an answer begins inside the reasoning only where the prompt ends there
+    is_open = text.endswith(special.THINK_OPEN)
+    return ChatPrompt(token_ids, is_open, (*tools, *_tools_of(messages)))
 
 
 def _tools_of(messages: Sequence[Item]) -> Iterator[Item]:

@@ -1,8 +1,8 @@
 """The endpoints over ASGI with a scripted engine.
 
 Mutants tried: usage on every chunk, usage chunk with choices, choice index always 0, one seed for
-all choices, BOS doubled, tool_choice none still rendering tools, key check on /health only, 200 from
-/health while loading, no room left for output.
+all choices, BOS doubled, tool_choice none still rendering tools, key check on /health only, 200
+from /health while loading, no room left for output.
 """
 
 from __future__ import annotations
@@ -262,6 +262,14 @@ def test_reasoning_and_effort(make_site: MakeSite) -> None:
     assert "reasoning_content" not in plain
 
 
+def test_an_answer_after_a_system_message_has_no_reasoning(make_site: MakeSite) -> None:
+    site = make_site("Yes.")
+    messages = [{"role": "system", "content": "Say yes."}]
+    body = chat_body(messages=messages, reasoning_effort="high")
+    message = site.post(CHAT, body).json()["choices"][0]["message"]
+    assert message == {"role": "assistant", "content": "Yes."}
+
+
 CALL = (
     'Sure.\n\n<｜DSML｜tool_calls>\n<｜DSML｜invoke name="weather">\n'
     '<｜DSML｜parameter name="city" string="true">Paris</｜DSML｜parameter>\n'
@@ -346,10 +354,13 @@ def test_h21_nothing_before_ready(site: Site) -> None:
         site.post(CHAT, chat_body()),
         site.post(TEXT, text_body()),
         site.post("/v1/tokenize", {"prompt": "x"}),
+        site.get("/v1/stats"),
+        site.get("/v1/steps"),
     ):
         assert response.status_code == 503
         assert "phase loading weights, progress 25%" in error(response)["message"]
         assert response.headers["retry-after"] == "1"
+    assert "ftruntime_engine_up 0.0" in site.get("/metrics").text
     site.engine.state = Health(True, "ready", 1.0)
     assert site.get("/health").status_code == 200
     assert site.post(CHAT, chat_body()).status_code == 200
