@@ -13,7 +13,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeGuard
 
 _LENGTH_BYTES: Final = 8
 _MAX_HEADER_BYTES: Final = 100_000_000
@@ -123,7 +123,7 @@ def _fields(file: Path, name: str, fields: object) -> tuple[str, tuple[int, ...]
     )
 
 
-def _sizes(value: object) -> bool:
+def _sizes(value: object) -> TypeGuard[list[int]]:
     return isinstance(value, list) and all(
         isinstance(item, int) and not isinstance(item, bool) and item >= 0 for item in value
     )

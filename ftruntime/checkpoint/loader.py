@@ -17,7 +17,8 @@ import torch
 
 import ftkernels
 from ftkernels import ExpertBank
-from ftruntime.checkpoint.index import CheckpointIndex, TensorEntry, open_checkpoint
+from ftruntime.checkpoint.header import TensorEntry
+from ftruntime.checkpoint.index import CheckpointIndex, open_checkpoint
 from ftruntime.checkpoint.memory import (
     DEQUANTIZE_DTYPES,
     GIB,

@@ -52,10 +52,11 @@ class DemoWeights:
             if name.endswith(".scale"):
                 continue  # comes with its weight
             if spec.dtype == "F8_E4M3":
-                yield from _fp8_pair(name, self._matrix(name, spec.shape))
+                rows, columns = spec.shape
+                yield from _fp8_pair(name, self._matrix(name, rows, columns))
             elif spec.dtype == "I8":
                 rows, half = spec.shape
-                yield from _fp4_pair(name, self._matrix(name, (rows, 2 * half)))
+                yield from _fp4_pair(name, self._matrix(name, rows, 2 * half))
             else:
                 yield name, self._plain(name, spec)
 
@@ -68,8 +69,8 @@ class DemoWeights:
         values = self._rng(name).standard_normal(shape, dtype=np.float32)
         return torch.from_numpy(values).mul_(std).add_(mean)
 
-    def _matrix(self, name: str, shape: tuple[int, int]) -> torch.Tensor:
-        return self._normal(name, shape, 1 / math.sqrt(shape[1]))
+    def _matrix(self, name: str, rows: int, columns: int) -> torch.Tensor:
+        return self._normal(name, (rows, columns), 1 / math.sqrt(columns))
 
     def _plain(self, name: str, spec: TensorSpec) -> torch.Tensor:
         if spec.dtype == "I64":

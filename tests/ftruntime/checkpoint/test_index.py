@@ -1,7 +1,7 @@
 """Every kind of damage gets one sentence that names file, tensor, what was found and what is
 expected.
 
-Mutants tried: no overlap check; `end > data_bytes` as `>=`; drafts not filtered; `entry.shape` not
+Mutants tried: no overlap check; a file one byte short accepted; drafts not filtered; shapes not
 compared.
 """
 

@@ -1,6 +1,6 @@
 """Loaded values against the format's own formulas, and the refusals that need the values.
 
-Mutants tried: nibbles swapped; w3 rows first; scale read as a number; last shard not counted in
+Mutants tried: w3 rows first; views of the file instead of copies; half the bytes counted in
 progress.
 """
 

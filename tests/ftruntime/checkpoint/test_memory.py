@@ -1,7 +1,8 @@
 """Host memory is known before reading: estimates against what is loaded, limits from meminfo and
 cgroups.
 
-Mutants tried: limit of the parent group ignored; page cache not counted; scales counted twice.
+Mutants tried: limits of parent groups ignored; page cache not counted; scales counted although
+dequantized.
 """
 
 from __future__ import annotations

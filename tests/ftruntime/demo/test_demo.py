@@ -1,7 +1,7 @@
 """The demo checkpoint: format, determinism, tokenizer, and greedy text that is alive.
 
-Mutants tried: one stream for all tensors; quiet rows left loud; `force` removing foreign files;
-block scales all equal.
+Mutants tried: one random stream for all tensors; quiet rows left loud; `force` removing foreign
+files.
 """
 
 from __future__ import annotations
