@@ -1,4 +1,4 @@
-"""Mutants tried: the rename dropped, the field taken from the middle of a sentence, no shortening."""
+"""Mutants tried: the rename dropped, the field taken from mid-sentence, no shortening."""
 
 from __future__ import annotations
 
