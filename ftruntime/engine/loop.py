@@ -190,11 +190,6 @@ class EngineLoop:
             stats: dict[str, object] = {
                 key: self.info[key] for key in CHUNK_KEYS if key in self.info
             }
-            stats |= {
-                "prefill_steps": log.prefill_steps,
-                "decode_steps": log.decode_steps,
-                "interleaved_decode_steps": log.interleaved_decode_steps,
-            }
             stats |= self._scheduler.stats()
             waits = start_s is None and self._scheduler.has_work
             stats |= {

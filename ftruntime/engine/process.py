@@ -115,7 +115,7 @@ class EngineProcess:
             raise
         except Exception as error:
             # settings and checkpoints are refused with one sentence; the rest are bugs
-            expected = isinstance(error, ValueError | OSError)
+            expected = isinstance(error, ValueError | OSError | MemoryError)
             text = str(error) if expected else f"{type(error).__name__}: {error}"
             if not expected:
                 _logger.exception("engine start failed")

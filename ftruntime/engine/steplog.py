@@ -65,7 +65,7 @@ class _Interval:
 
 @dataclass
 class StepLog:
-    """Records of the last steps, counts of all, and the gaps between decode steps.
+    """Records of the last steps, and the gaps between decode steps.
 
     A gap runs from the end of one decode step to the end of the next, while a request that can
     decode exists; a request can decode from its first token on. Times are seconds on the loop's
@@ -77,9 +77,6 @@ class StepLog:
     records: deque[StepRecord] = field(default_factory=lambda: deque(maxlen=RING_STEPS))
     num_steps: int = 0
     next_index: int = 0
-    prefill_steps: int = 0
-    decode_steps: int = 0
-    interleaved_decode_steps: int = 0
     largest_gap_s: float = 0.0
     _decodable: set[str] = field(default_factory=set)
     _gap_start_s: float | None = None
@@ -143,7 +140,6 @@ class StepLog:
             _logger.error("step history %s", fields)
 
     def _prefill(self, record: StepRecord, start_s: float, counts: str) -> None:
-        self.prefill_steps += 1
         if self._burst is None:
             self._burst = _Burst(start_s=start_s)
         self._burst.prefill_steps += 1
@@ -155,8 +151,6 @@ class StepLog:
         )  # fmt: skip
 
     def _decode(self, record: StepRecord, end_s: float, counts: str) -> None:
-        self.decode_steps += 1
-        self.interleaved_decode_steps += record.interleaved
         gap_s = 0.0 if self._gap_start_s is None else end_s - self._gap_start_s
         self._gap_start_s = end_s
         self.largest_gap_s = max(self.largest_gap_s, gap_s)

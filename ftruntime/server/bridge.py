@@ -1,14 +1,10 @@
-"""The front's side of the engine process: start, requests, their events, health, stop."""
+"""The front's side of the engine: feeds it requests, hands out their events, watches its health."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
-import os
-import socket
-import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,21 +12,16 @@ from dataclasses import dataclass, field
 from ftruntime import log
 from ftruntime.engine import messages
 from ftruntime.engine.request import make_request
+from ftruntime.server.link import EngineDeadError, EngineLink
 from ftruntime.types import RequestRejectedError, SamplingParams, TokenEvent
+
+__all__ = ["QUEUE_EVENTS", "Bridge", "EngineDeadError", "Health"]
 
 QUEUE_EVENTS = 4096
 _QUERY_TIMEOUT_S = 10.0
 _POLL_MIN_S, _POLL_MAX_S = 0.02, 1.0
-_TERM_GRACE_S = 2.0
-_EXIT_CODE_WAIT_S = 0.5
-# the engine shares the machine with its front; more math threads are the user's choice
-_THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 _logger = logging.getLogger(__name__)
-
-
-class EngineDeadError(RuntimeError):
-    """The engine process is gone or does not answer; tokens of the request are missing."""
 
 
 @dataclass(frozen=True)
@@ -50,11 +41,11 @@ class _Stream:
     request_id: str
     items: asyncio.Queue[TokenEvent | Exception] = field(default_factory=asyncio.Queue)
     num_tokens: int = 0
-    over: bool = False  # the engine has nothing more to say about it
+    over: bool = False  # nothing more will be put into `items`
 
 
 class Bridge:
-    """One engine process. All methods belong to the thread of the asyncio loop that ran `start`."""
+    """One engine process. All methods belong to the asyncio loop that ran `start`."""
 
     def __init__(
         self,
@@ -70,45 +61,27 @@ class Bridge:
         self.info: dict[str, object] | None = None
         self.num_aborted = 0
         self._start_message = messages.Start(dict(config), builder, log.level_name())
-        self._stall_timeout_s = stall_timeout_s
         self._env = dict(env or {})
-        self._process: subprocess.Popen[bytes] | None = None
-        self._writer: asyncio.StreamWriter | None = None
-        self._tasks: list[asyncio.Task[None]] = []
+        self._stall_timeout_s = stall_timeout_s
+        self._link = EngineLink(self._receive, self._ended)
+        self._watching: asyncio.Task[None] | None = None
         self._streams: dict[str, _Stream] = {}
-        self._queries: dict[int, asyncio.Future[dict[str, object]]] = {}
-        self._next_query = 0
+        self._ending: set[str] = set()  # cancelled, their last event still on its way
         self._phase, self._progress = "starting", 0.0
-        self._dead: str | None = None
         self._stopping = False
         self._settled = asyncio.Event()  # ready or dead
         self._last_stats: dict[str, object] = {}
-        self._asked_s: float | None = None  # when the unanswered health query was sent
+        self._asked_s: float | None = None  # when the unanswered health question was sent
 
     @property
     def pid(self) -> int | None:
         """Process id of the engine, once started."""
-        return None if self._process is None else self._process.pid
+        return self._link.pid
 
     async def start(self) -> None:
-        """Spawn the engine and return at once; `health` or `wait_ready` tell when it serves."""
-        if self._process is not None:
-            raise RuntimeError("bridge is started already, expected one start")
-        ours, theirs = socket.socketpair()
-        with theirs:
-            fd = theirs.fileno()
-            # a session of its own: an interrupt at the terminal reaches the front only
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "ftruntime.engine.process", "--fd", str(fd)],
-                stdin=subprocess.DEVNULL, pass_fds=(fd,), env=self._child_env(),
-                start_new_session=True,
-            )  # fmt: skip
-        reader, self._writer = await asyncio.open_connection(sock=ours)
-        self._write(self._start_message)
-        self._tasks = [
-            asyncio.create_task(self._read(reader), name="bridge-read"),
-            asyncio.create_task(self._watch(), name="bridge-watch"),
-        ]
+        """Spawn the engine and return at once; `health` and `wait_ready` tell when it serves."""
+        await self._link.start(self._start_message, self._env)
+        self._watching = asyncio.create_task(self._watch(), name="engine-health")
 
     async def wait_ready(self) -> dict[str, object]:
         """Wait for the end of start-up; the engine's info.
@@ -117,22 +90,20 @@ class Bridge:
             EngineDeadError: it could not be built (the text is its one sentence) or died.
         """
         await self._settled.wait()
-        if self.info is None or self._dead is not None:
-            raise EngineDeadError(self._dead)
+        self._link.require_alive()
+        assert self.info is not None  # it lives and start-up is over
         return self.info
 
     def health(self) -> Health:
         """Whether the engine serves now; `detail` is a sentence when it does not."""
-        if self._dead is not None:
-            return Health(False, "dead", self._progress, self._dead)
+        if self._link.end is not None:
+            return Health(False, "dead", self._progress, self._link.end)
         if self._stopping:
             return Health(False, "stopping", self._progress, "the server is shutting down")
         if self.info is None:
             return Health(False, self._phase, self._progress, "the model is being loaded")
         stall = self._stall()
-        if stall:
-            return Health(False, "stalled", 1.0, stall)
-        return Health(True, "ready", 1.0)
+        return Health(False, "stalled", 1.0, stall) if stall else Health(True, "ready", 1.0)
 
     async def generate(
         self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams
@@ -147,28 +118,25 @@ class Bridge:
                 the model is loading.
             EngineDeadError: the engine is gone, possibly after some events.
         """
-        stream = await self._submit(request_id, prompt_token_ids, params)
+        stream = self._submit(request_id, prompt_token_ids, params)
         finished = False
         try:
             while not finished:
                 item = await stream.items.get()
                 if isinstance(item, Exception):
-                    finished = True
                     raise item
                 finished = item.finish_reason is not None
                 yield item
         finally:
-            if not finished and not stream.over:
+            if not stream.over:
                 self._abort(stream, "closed by its reader")
-            self._forget(stream)
 
     def finish(self, request_id: str) -> None:
         """End a request whose reader has all it wanted (a stop string); not counted as aborted."""
         stream = self._streams.get(request_id)
-        if stream is None:
-            return
-        self._forget(stream)
-        self._write(messages.Cancel(request_id, aborted=False))
+        if stream is not None:
+            self._cancel(stream, aborted=False)
+            stream.items.put_nowait(TokenEvent(request_id, None, "stop"))
 
     async def stats(self) -> dict[str, object]:
         """The dict of `/v1/stats`, answered even while a step runs.
@@ -176,59 +144,36 @@ class Bridge:
         Raises:
             EngineDeadError: the engine is gone, or did not answer within 10 s.
         """
-        query_id, reply = self._query()
-        self._write(messages.StatsQuery(query_id))
-        return await self._reply(query_id, reply)
+        return await self._link.ask(messages.StatsQuery, _QUERY_TIMEOUT_S)
 
     async def steps(self, since: int) -> dict[str, object]:
         """The dict of `/v1/steps?since=N`; errors as in `stats`."""
-        query_id, reply = self._query()
-        self._write(messages.StepsQuery(query_id, since))
-        return await self._reply(query_id, reply)
+        return await self._link.ask(
+            lambda query_id: messages.StepsQuery(query_id, since), _QUERY_TIMEOUT_S
+        )
 
     async def stop(self, timeout_s: float = 30.0) -> None:
         """End the engine: ask, after `timeout_s` terminate, then kill.
 
         Running requests get `EngineDeadError`; new ones should be refused before.
         """
-        process = self._process
-        if process is None:
-            return
         self._stopping = True
-        if self._dead is None:
-            self._write(messages.Shutdown())
-        if not await _ended(process, timeout_s):
-            _logger.warning(
-                "engine does not end pid=%d waited_s=%.1f action=terminate", process.pid, timeout_s
-            )
-            process.terminate()
-            if not await _ended(process, _TERM_GRACE_S):
-                process.kill()
-                await _ended(process, float("inf"))
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._die("the engine was stopped")
-        if self._writer is not None:
-            self._writer.close()
+        await self._link.stop(timeout_s)
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.gather(self._watching, return_exceptions=True)
 
-    def _child_env(self) -> dict[str, str]:
-        env = dict(os.environ)
-        for name in _THREAD_VARIABLES:
-            env.setdefault(name, "1")
-        return env | self._env
-
-    async def _submit(
+    def _submit(
         self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams
     ) -> _Stream:
-        self._require_alive()
+        self._link.require_alive()
         if self.info is None:
             raise RequestRejectedError(
                 f"the model is still being loaded (phase {self._phase})",
                 code="not_ready",
                 status=503,
             )
-        if request_id in self._streams:
+        if request_id in self._streams or request_id in self._ending:
             raise RequestRejectedError(
                 f"request id is {request_id!r}, expected one that is not running",
                 code="duplicate_request_id",
@@ -241,67 +186,30 @@ class Bridge:
         )  # fmt: skip
         stream = _Stream(request_id)
         self._streams[request_id] = stream
-        self._write(messages.Submit(request))
+        self._link.write(messages.Submit(request))
         return stream
 
     def _abort(self, stream: _Stream, reason: str) -> None:
-        self._forget(stream)
         self.num_aborted += 1
         _logger.info(
             "request aborted request_id=%s tokens=%d reason=%r",
             stream.request_id, stream.num_tokens, reason,
         )  # fmt: skip
-        self._write(messages.Cancel(stream.request_id))
+        self._cancel(stream, aborted=True)
 
-    def _forget(self, stream: _Stream) -> None:
+    def _cancel(self, stream: _Stream, *, aborted: bool) -> None:
+        self._close(stream)
+        self._ending.add(stream.request_id)
+        self._link.write(messages.Cancel(stream.request_id, aborted))
+
+    def _close(self, stream: _Stream) -> None:
         stream.over = True
-        if self._streams.get(stream.request_id) is stream:
-            del self._streams[stream.request_id]
-
-    def _require_alive(self) -> None:
-        if self._dead is not None:
-            raise EngineDeadError(self._dead)
-        if self._writer is None:
-            raise EngineDeadError("the engine is not started")
-
-    def _write(self, message: messages.FrontMessage) -> None:
-        # never awaited: frames are small, and an abort must go out from a cancelled task
-        if self._dead is None and self._writer is not None and not self._writer.is_closing():
-            self._writer.write(messages.frame(message))
-
-    def _query(self) -> tuple[int, asyncio.Future[dict[str, object]]]:
-        self._require_alive()
-        query_id, self._next_query = self._next_query, self._next_query + 1
-        reply: asyncio.Future[dict[str, object]] = asyncio.get_running_loop().create_future()
-        self._queries[query_id] = reply
-        return query_id, reply
-
-    async def _reply(
-        self,
-        query_id: int,
-        reply: asyncio.Future[dict[str, object]],
-        timeout_s: float | None = _QUERY_TIMEOUT_S,
-    ) -> dict[str, object]:
-        try:
-            return await asyncio.wait_for(reply, timeout_s)
-        except asyncio.TimeoutError as error:
-            raise EngineDeadError(f"the engine did not answer within {timeout_s:g} s") from error
-        finally:
-            self._queries.pop(query_id, None)
-
-    async def _read(self, reader: asyncio.StreamReader) -> None:
-        while (message := await messages.read(reader)) is not None:
-            self._receive(message)
-        await self._bury()
+        del self._streams[stream.request_id]
 
     def _receive(self, message: messages.EngineMessage) -> None:
         if isinstance(message, messages.Events):
             for event in message.events:
                 self._deliver(event)
-        elif isinstance(message, messages.StatsReply):
-            self._answer(message.query_id, message.stats)
-        elif isinstance(message, messages.StepsReply):
-            self._answer(message.query_id, message.steps)
         elif isinstance(message, messages.Rejected):
             self._reject(message)
         elif isinstance(message, messages.Phase):
@@ -309,57 +217,39 @@ class Bridge:
         elif isinstance(message, messages.Ready):
             self.info = message.info
             self._settled.set()
-        else:
-            self._die(message.message)
+        elif isinstance(message, messages.StartFailed):
+            self._link.die(message.message)
 
     def _deliver(self, event: TokenEvent) -> None:
         stream = self._streams.get(event.request_id)
-        if stream is None:  # it was aborted while this event was on its way
+        if stream is None:  # it was cancelled while this event was on its way
+            if event.finish_reason is not None:
+                self._ending.discard(event.request_id)
             return
         stream.num_tokens += event.token_id is not None
-        if stream.items.qsize() >= QUEUE_EVENTS and event.finish_reason is None:
+        if event.finish_reason is not None:
+            self._close(stream)
+        elif stream.items.qsize() >= QUEUE_EVENTS:
             reason = f"its reader left {QUEUE_EVENTS} events unread"
             self._abort(stream, reason)
-            event = TokenEvent(
-                event.request_id, None, "abort", error=f"the request was aborted: {reason}"
-            )
-        elif event.finish_reason is not None:
-            self._forget(stream)
+            text = f"the request was aborted: {reason}"
+            event = TokenEvent(event.request_id, None, "abort", error=text)
         stream.items.put_nowait(event)
 
     def _reject(self, message: messages.Rejected) -> None:
+        self._ending.discard(message.request_id)
         stream = self._streams.get(message.request_id)
         if stream is not None:
-            self._forget(stream)
+            self._close(stream)
             error = RequestRejectedError(message.message, code=message.code, status=message.status)
             stream.items.put_nowait(error)
 
-    def _answer(self, query_id: int, reply: dict[str, object]) -> None:
-        future = self._queries.pop(query_id, None)
-        if future is not None and not future.done():
-            future.set_result(reply)
-
-    async def _bury(self) -> None:
-        """The socket has ended: learn how the process did, then tell everyone who waits."""
-        process = self._process
-        ended = process is not None and await _ended(process, _EXIT_CODE_WAIT_S)
-        code = process.returncode if process is not None and ended else None
-        self._die(
-            "the engine process ended" + (f" with exit code {code}" if code is not None else "")
-        )
-
-    def _die(self, detail: str) -> None:
-        if self._dead is not None:
-            return
-        self._dead = detail
+    def _ended(self, detail: str) -> None:
         if not self._stopping:
             _logger.error("engine dead running=%d detail=%r", len(self._streams), detail)
         for stream in list(self._streams.values()):
-            self._forget(stream)
+            self._close(stream)
             stream.items.put_nowait(EngineDeadError(detail))
-        for future in self._queries.values():
-            if not future.done():
-                future.set_exception(EngineDeadError(detail))
         self._settled.set()
 
     async def _watch(self) -> None:
@@ -367,11 +257,9 @@ class Bridge:
         period_s = min(max(self._stall_timeout_s / 4, _POLL_MIN_S), _POLL_MAX_S)
         await self._settled.wait()
         with contextlib.suppress(EngineDeadError):
-            while self._dead is None:
-                query_id, reply = self._query()
+            while True:
                 self._asked_s = time.monotonic()
-                self._write(messages.StatsQuery(query_id))
-                self._last_stats = await self._reply(query_id, reply, None)
+                self._last_stats = await self._link.ask(messages.StatsQuery, None)
                 self._asked_s = None
                 await asyncio.sleep(period_s)
 
@@ -396,13 +284,3 @@ def _integer(info: Mapping[str, object], key: str) -> int:
     if not isinstance(value, int):
         raise TypeError(f"engine info {key} is {value!r}, expected an integer")
     return value
-
-
-async def _ended(process: subprocess.Popen[bytes], timeout_s: float) -> bool:
-    """Wait for the process without a thread that an interrupted loop would have to join."""
-    deadline_s = time.monotonic() + timeout_s
-    while process.poll() is None:
-        if time.monotonic() >= deadline_s:
-            return False
-        await asyncio.sleep(0.01)
-    return True

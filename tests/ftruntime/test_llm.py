@@ -1,6 +1,9 @@
 """`LLM` over a fake engine, with the demo's tokenizer.
 
-MUTANTS
+Mutants that these tests catch: no cancel at an interrupt; an interrupt inside the bookkeeping, or
+kept to the end; a full queue raised; BOS twice; generation going on after a stop string; the text
+of a stop token shown; held text lost; a stop string before min_tokens; the token missing from its
+own logprobs; prompt logprobs shifted; one seed for all choices.
 """
 
 from __future__ import annotations
@@ -205,6 +208,12 @@ def test_a_stop_string_ends_text_and_generation(make: Make, tokenizer: Tokenizer
     assert stop not in tokenizer.decode(out.token_ids[:-1])
     assert is_idle(llm)
     assert llm.stats()["aborted"] == 0
+
+
+def test_a_stop_string_that_stays_incomplete_is_text(make: Make, tokenizer: Tokenizer) -> None:
+    text = tokenizer.decode(expected_tokens([17], 30))
+    params = SamplingParams(max_tokens=30, stop=text[-3:] + "\0never")
+    assert make().generate([17], params)[0].outputs[0].text == text
 
 
 def test_no_stop_string_counts_before_min_tokens(make: Make, tokenizer: Tokenizer) -> None:

@@ -1,6 +1,7 @@
 """An engine without a model: the real scheduler over an executor whose tokens follow a formula.
 
-Prompts hold ordinary ids below `VOCAB`; the three ids from there on make a step fail, sleep or kill the process.
+Prompts hold ordinary ids below `VOCAB`; the three ids from there on make a step fail, sleep or kill
+the process.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from ftruntime.types import (
     TokenLogprobs,
 )
 
-VOCAB = 1000
+VOCAB = 500
 FAIL, SLEEP, KILL = VOCAB, VOCAB + 1, VOCAB + 2
 
 
@@ -41,9 +42,7 @@ def expected_tokens(prompt: list[int], count: int) -> list[int]:
 class FakeExecutor:
     """Takes `step_s` for each step, on the sleeping function it is given."""
 
-    def __init__(
-        self, *, step_s: float = 0.0, sleep: Callable[[float], None] = time.sleep
-    ) -> None:
+    def __init__(self, *, step_s: float = 0.0, sleep: Callable[[float], None] = time.sleep) -> None:
         self._step_s = step_s
         self._sleep = sleep
         self.closed = 0

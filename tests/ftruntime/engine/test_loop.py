@@ -1,8 +1,10 @@
 """The step loop over the real scheduler, on a clock that only the executor moves.
 
-Mutants that these tests were seen to catch: gap measured from the start of the burst; gap kept over a moment without a
-decodable request; interleaved steps not counted; burst line at the first decode of any kind; ring not bounded; `since`
-exclusive; commit skipped after a failure; idle check swallowed.
+Mutants that these tests catch: gap start kept over a decode, over a moment without a decodable
+request, or over a cancel; interleaved steps not counted in the burst; burst ended by any decode, or
+not ended at idle; ring without a bound; `since` exclusive; absolute `start_s`; late decode line;
+short history; `fail` not called; failed check not reported; a finished request counted as aborted;
+a running step that never ends; idle time counted as waiting.
 """
 
 from __future__ import annotations
@@ -160,9 +162,13 @@ def test_log_lines_of_steps(caplog: pytest.LogCaptureFixture) -> None:
     prefill = [line for line in lines if line.startswith("prefill step ")]
     decode = [line for line in lines if line.startswith("decode ")]
     assert len(prefill) == 3
-    assert "index=2 seqs=1 tokens=44 layers=0-4 duration_ms=1000.0 running=1 waiting=0" in prefill[2]
+    assert (
+        "index=2 seqs=1 tokens=44 layers=0-4 duration_ms=1000.0 running=1 waiting=0" in prefill[2]
+    )
     assert len(decode) == 2  # 50 decode steps
-    assert "steps=20 index=22 seqs=1 tokens_per_s=100.0 step_ms=10.00 largest_gap_ms=10.0" in decode[0]
+    assert (
+        "steps=20 index=22 seqs=1 tokens_per_s=100.0 step_ms=10.00 largest_gap_ms=10.0" in decode[0]
+    )
 
 
 def test_a_burst_without_any_decode_ends_when_the_loop_is_idle(
@@ -316,4 +322,6 @@ def test_close_closes_the_executor_once() -> None:
 def test_bad_log_interval() -> None:
     limits, info = make_limits({})
     with pytest.raises(ValueError, match="decode_log_interval is 0, expected an integer >= 1"):
-        EngineLoop(Scheduler(limits), FakeExecutor(), ManualClock(), info=info, decode_log_interval=0)
+        EngineLoop(
+            Scheduler(limits), FakeExecutor(), ManualClock(), info=info, decode_log_interval=0
+        )

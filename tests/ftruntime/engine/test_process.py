@@ -1,7 +1,8 @@
 """The engine process, spoken to over its socket by a front written here.
 
-Mutants that these tests were seen to catch: stats answered by the step thread; EOF ignored; SIGINT not ignored; start
-failure as a traceback; arrival time taken from the front; idle loop that polls.
+Mutants that these tests catch: questions answered by the step thread; end of the socket ignored, or
+waiting for the step; SIGINT not ignored; a trace for a refused setting; an idle loop that polls; a
+rejection that is not sent.
 """
 
 from __future__ import annotations
@@ -121,7 +122,9 @@ def test_s12_questions_are_answered_while_a_step_is_stuck() -> None:
             time.sleep(0.02)
         assert running_s >= 0.2
         front.send(messages.StepsQuery(2, 0))
-        assert front.until(messages.StepsReply)[-1] == messages.StepsReply(2, {"steps": [], "next": 0})
+        assert front.until(messages.StepsReply)[-1] == messages.StepsReply(
+            2, {"steps": [], "next": 0}
+        )
 
 
 @pytest.mark.parametrize("prompt", [(), (1, 2), (SLEEP,)], ids=["idle", "busy", "stuck"])
@@ -165,7 +168,7 @@ def test_an_unknown_builder_fails_the_start() -> None:
 def test_rejections_carry_code_and_status() -> None:
     with engine(running=1, max_waiting=1, step_s=0.01) as front:
         front.until(messages.Ready)
-        front.submit("long", tuple(range(900)) * 10, 1)
+        front.submit("long", tuple(range(500)) * 20, 1)
         first = front.until(messages.Rejected)[-1]
         assert isinstance(first, messages.Rejected)
         assert (first.request_id, first.code, first.status) == (
@@ -186,15 +189,15 @@ def test_an_interrupt_at_the_terminal_is_ignored() -> None:
         assert front.until(messages.Events)
 
 
-def test_an_idle_engine_uses_no_time() -> None:
+def test_an_idle_engine_sleeps() -> None:
     with engine() as front:
         front.until(messages.Ready)
         front.submit("a", (1, 2, 3), 3)
         front.until(messages.Events)
         time.sleep(0.2)
-        before = _cpu_ticks(front.process.pid)
+        before = _wake_ups(front.process.pid)
         time.sleep(1.0)
-        assert _cpu_ticks(front.process.pid) - before <= 2  # of 100 a second
+        assert _wake_ups(front.process.pid) - before <= 5
 
 
 def test_a_crash_closes_the_socket() -> None:
@@ -208,7 +211,12 @@ def test_a_crash_closes_the_socket() -> None:
 
 def test_messages_survive_the_wire() -> None:
     event = TokenEvent(
-        "r", 5, "stop", TokenLogprobs(5, -0.1, ((5, -0.1), (6, -2.0))), (TokenLogprobs(1, -3.0),), 128
+        "r",
+        5,
+        "stop",
+        TokenLogprobs(5, -0.1, ((5, -0.1), (6, -2.0))),
+        (TokenLogprobs(1, -3.0),),
+        128,
     )
     for message in (messages.Events([event]), messages.Rejected("r", "no", "queue_full", 429)):
         body = messages.frame(message)
@@ -221,6 +229,13 @@ def test_load_builder_names_the_bad_value() -> None:
         load_builder("os:sep")
 
 
-def _cpu_ticks(pid: int) -> int:
-    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-    return int(fields[11]) + int(fields[12])
+def _wake_ups(pid: int) -> int:
+    """How often the process's threads went to sleep so far."""
+    lines = [
+        line
+        for status in Path(f"/proc/{pid}/task").glob("*/status")
+        for line in status.read_text().splitlines()
+        if line.startswith("voluntary_ctxt_switches:")
+    ]
+    assert lines
+    return sum(int(line.split()[1]) for line in lines)

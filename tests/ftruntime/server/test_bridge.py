@@ -1,6 +1,9 @@
 """The bridge over a real engine process whose executor is a formula.
 
-MUTANTS
+Mutants that these tests catch: no Cancel for a closed reader; an abort after the end; a stop string
+counted as abort; no bound for a slow reader; late events raising; a cancelled id free at once;
+readers or questions not told of the engine's death; waiting work or a silent engine taken for
+health; thread variables not set; a process left by stop.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from typing import cast
 
 import pytest
 
+from ftruntime.engine import messages
 from ftruntime.server import bridge as bridge_module
 from ftruntime.server.bridge import Bridge, EngineDeadError
 from ftruntime.types import RequestRejectedError, SamplingParams, TokenEvent
@@ -320,6 +324,16 @@ async def test_a_killed_engine_fails_everyone() -> None:
         assert (health.ready, health.phase) == (False, "dead")
         assert "exit code -9" in health.detail
         assert bridge.num_aborted == 0
+
+
+async def test_a_question_ends_with_the_engine() -> None:
+    async with running() as bridge:
+        # a message without an answer stands for the question that comes too late
+        question = asyncio.create_task(bridge._link.ask(lambda _: messages.Cancel("none"), None))
+        await asyncio.sleep(0.05)
+        os.kill(cast("int", bridge.pid), signal.SIGKILL)
+        with pytest.raises(EngineDeadError, match="ended with exit code -9"):
+            await asyncio.wait_for(question, 3.0)
 
 
 async def test_stop_leaves_no_process_even_when_a_step_is_stuck() -> None:
