@@ -29,7 +29,7 @@ from ftruntime.model.config import ModelConfig
 
 _EMBED_STD = 0.5
 # logits have a standard deviation of about this: lively at temperature 1, far from ties when greedy
-_LOGIT_STD = 3.0
+_LOGIT_STD = 0.75
 # rows of tokens that should not be chosen: their logits stay near 0, the best readable one is near
 # 8
 _QUIET_GAIN = 0.02
