@@ -48,6 +48,17 @@ def hc_post(
         return out
     if backend.use_reference(streams):
         return _reference(y, streams, post, comb, out)
+    num_tokens, hc, width = streams.shape
+    cfg = config.lookup("hc_post", {"T": num_tokens, "hc": hc, "C": width}, default_config, grows="T")
+    with backend.on_device(streams):
+        _hc_post_kernel[(num_tokens, triton.cdiv(width, cfg.block_c))](
+            y, y.stride(0), streams, streams.stride(0), streams.stride(1),
+            post, post.stride(0), comb, comb.stride(0), comb.stride(1),
+            out, out.stride(0), out.stride(1),
+            width,
+            HC=hc, BLOCK_HC=triton.next_power_of_2(hc), BLOCK_C=cfg.block_c,
+            num_warps=cfg.num_warps,
+        )  # fmt: skip
     return out
 
 
@@ -87,3 +98,74 @@ def _reference(
     for term in terms:
         total = total + term
     return out.copy_(total)
+
+
+@dataclass(frozen=True)
+class PostConfig:
+    block_c: int
+    num_warps: int
+
+
+def default_config(key: Case) -> PostConfig:
+    """At most 512 channels of all streams per program."""
+    return PostConfig(block_c=min(512, triton.next_power_of_2(key["C"])), num_warps=4)
+
+
+def candidates(key: Case, target: Target) -> Iterable[PostConfig]:
+    for block_c in (256, 512, 1024):
+        for num_warps in (1, 2, 4, 8):
+            if block_c <= 2 * key["C"] and block_c >= 32 * num_warps:
+                yield PostConfig(block_c, num_warps)
+
+
+@triton.jit
+def _hc_post_kernel(
+    y_ptr, stride_yt,  # [T, C]
+    streams_ptr, stride_st, stride_sh,  # [T, hc, C]
+    post_ptr, stride_pt,  # [T, hc]
+    comb_ptr, stride_ct, stride_cj,  # [T, hc, hc]
+    out_ptr, stride_ot, stride_oh,  # [T, hc, C]
+    C,
+    HC: tl.constexpr, BLOCK_HC: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    pid_t = tl.program_id(0).to(tl.int64)
+    offs_c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    offs_j = tl.arange(0, BLOCK_HC)
+    mask_c, mask_j = offs_c < C, offs_j < HC
+    # channels first: a thread then holds all streams of its channels
+    row_ptrs = streams_ptr + pid_t * stride_st + offs_j.to(tl.int64) * stride_sh
+    mask = mask_c[:, None] & mask_j[None, :]
+    streams = tl.load(row_ptrs[None, :] + offs_c[:, None], mask=mask, other=0.0).to(tl.float32)
+    y = tl.load(y_ptr + pid_t * stride_yt + offs_c, mask=mask_c, other=0.0).to(tl.float32)
+    # out may be streams: no store before every thread has read
+    tl.debug_barrier()
+    comb_ptrs = comb_ptr + pid_t * stride_ct + offs_j.to(tl.int64) * stride_cj
+    out_ptrs = out_ptr + pid_t * stride_ot + offs_c
+    for k in tl.static_range(HC):
+        comb = tl.load(comb_ptrs + k, mask=mask_j, other=0.0)
+        post = tl.load(post_ptr + pid_t * stride_pt + k)
+        out = post * y + tl.sum(streams * comb[None, :], 1)
+        tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=mask_c)
+        out_ptrs += stride_oh
+
+
+def _inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
+    num_tokens, hc, width = case["T"], case["hc"], case["C"]
+    y = randn(num_tokens, width, dtype=torch.bfloat16, device=device, seed=seed)
+    streams = randn(num_tokens, hc, width, dtype=torch.bfloat16, device=device, seed=seed + 1)
+    post = randn(num_tokens, hc, device=device, seed=seed + 2).abs()
+    comb = randn(num_tokens, hc, hc, device=device, seed=seed + 3).softmax(-1)
+    return (y, streams, post, comb), {}
+
+
+SPEC = KernelSpec(
+    op=hc_post, reference=hc_post_reference, default=default_config, candidates=candidates,
+    cases=(
+        {"name": "small", "T": 3, "hc": 4, "C": 100},
+        {"name": "flash-t1", "T": 1, "hc": 4, "C": 4096},
+        {"name": "flash-t3456", "T": 3456, "hc": 4, "C": 4096},
+        {"name": "pro-t64", "T": 64, "hc": 4, "C": 7168},
+    ),
+    inputs=_inputs, tolerance=8e-3, grows="T",
+    bytes_moved=lambda case: 2 * case["T"] * case["C"] * (2 * case["hc"] + 1),
+)  # fmt: skip

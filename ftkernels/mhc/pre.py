@@ -11,15 +11,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 
 from ftkernels import backend, check, config
 from ftkernels.mhc import sinkhorn
-from ftkernels.spec import COUNTER_BYTES, Case, Inputs, KernelSpec
+from ftkernels.mhc.sinkhorn import MixConfig, inverse_rms, mixed_sigmoid, mixed_sinkhorn, store_mixed
+from ftkernels.spec import Case, Inputs, KernelSpec
 from ftkernels.target import Target
 from ftkernels.testing import randn
 
@@ -56,6 +55,9 @@ def hc_pre(
     Graph-safe when ``out`` and ``scratch`` are given: no allocation, no host sync. Two launches.
     """
     _check(streams, fn, scale, base, hc_eps, norm_eps, sinkhorn_iters, norm_weight)
+    if scratch is not None:
+        num_bytes = sinkhorn.scratch_bytes(fn.shape[0], streams.shape[0])
+        check.scratch("hc_pre", scratch, num_bytes, streams)
     if streams.shape[0] and streams.shape[2] and backend.use_reference(streams):
         return _reference(
             streams, fn, scale, base, hc_eps, norm_eps, sinkhorn_iters, norm_weight, out
@@ -64,6 +66,19 @@ def hc_pre(
     out = _outputs(streams, (fn, scale, base, norm_weight), out)
     if num_tokens == 0 or width == 0:
         return out
+    x, post, comb = out
+    cfg = config.lookup("hc_pre", {"hc": hc, "C": width}, default_config)
+    block_c = cfg.block_c if norm_weight is None else triton.next_power_of_2(width)
+    with backend.on_device(streams):
+        partial = sinkhorn.project(streams, fn, scratch, cfg)
+        _hc_pre_kernel[(num_tokens, triton.cdiv(width, block_c))](
+            partial, scale, base, streams, streams.stride(0), streams.stride(1), norm_weight,
+            x, x.stride(0), post, post.stride(0), comb, comb.stride(0), comb.stride(1),
+            width, hc_eps, norm_eps,
+            HC=hc, BLOCK_HC=triton.next_power_of_2(hc), ITERS=sinkhorn_iters,
+            NUM_SPLITS=partial.shape[1], BLOCK_N=partial.shape[2],
+            HAS_NORM=norm_weight is not None, BLOCK_C=block_c, num_warps=cfg.num_warps,
+        )  # fmt: skip
     return out
 
 
@@ -164,3 +179,85 @@ def _few_coefficients(
         flat[n : 2 * n].view(num_tokens, hc),
         flat[2 * n :].view(num_tokens, hc, hc),
     )
+
+
+def default_config(key: Case) -> MixConfig:
+    """As `hc_head`: see `sinkhorn.default_config`."""
+    return sinkhorn.default_config(key)
+
+
+def candidates(key: Case, target: Target) -> Iterable[MixConfig]:
+    return sinkhorn.candidates(key, target)
+
+
+@triton.jit
+def _hc_pre_kernel(
+    partial_ptr,  # [T, NUM_SPLITS, BLOCK_N]
+    scale_ptr,  # [3]
+    base_ptr,  # [(2+hc)*hc]
+    streams_ptr, stride_st, stride_sh,  # [T, hc, C]
+    norm_ptr,  # [C]
+    x_ptr, stride_xt,  # [T, C]
+    post_ptr, stride_pt,  # [T, hc]
+    comb_ptr, stride_ct, stride_cj,  # [T, hc, hc]
+    C, hc_eps, norm_eps,
+    HC: tl.constexpr, BLOCK_HC: tl.constexpr, ITERS: tl.constexpr, NUM_SPLITS: tl.constexpr,
+    BLOCK_N: tl.constexpr, HAS_NORM: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    pid_t = tl.program_id(0).to(tl.int64)
+    pid_c = tl.program_id(1)
+    offs_h = tl.arange(0, BLOCK_HC)
+    mask_h = offs_h < HC
+    partial_ptr += pid_t * NUM_SPLITS * BLOCK_N
+    rms = inverse_rms(partial_ptr, C, norm_eps, HC, (2 + HC) * HC, NUM_SPLITS, BLOCK_N)
+    pre = mixed_sigmoid(
+        partial_ptr, base_ptr, 0, rms, tl.load(scale_ptr), HC, BLOCK_HC, NUM_SPLITS, BLOCK_N
+    )
+    store_mixed(
+        pre + hc_eps, streams_ptr + pid_t * stride_st, stride_sh, norm_ptr,
+        x_ptr + pid_t * stride_xt, pid_c * BLOCK_C + tl.arange(0, BLOCK_C), C, norm_eps,
+        HC, BLOCK_HC, HAS_NORM,
+    )  # fmt: skip
+    if pid_c == 0:
+        post = mixed_sigmoid(
+            partial_ptr, base_ptr, HC, rms, tl.load(scale_ptr + 1),
+            HC, BLOCK_HC, NUM_SPLITS, BLOCK_N,
+        )  # fmt: skip
+        tl.store(post_ptr + pid_t * stride_pt + offs_h, 2.0 * post, mask=mask_h)
+        comb = mixed_sinkhorn(
+            partial_ptr, base_ptr, rms, tl.load(scale_ptr + 2), hc_eps,
+            HC, BLOCK_HC, NUM_SPLITS, BLOCK_N, ITERS,
+        )  # fmt: skip
+        row_ptrs = comb_ptr + pid_t * stride_ct + offs_h.to(tl.int64) * stride_cj
+        mask = mask_h[:, None] & mask_h[None, :]
+        tl.store(row_ptrs[:, None] + offs_h[None, :], comb, mask=mask)
+
+
+def _inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
+    num_tokens, hc, width = case["T"], case["hc"], case["C"]
+    rows, size = (2 + hc) * hc, hc * width
+    streams = randn(num_tokens, hc, width, dtype=torch.bfloat16, device=device, seed=seed)
+    fn = randn(rows, size, device=device, scale=size**-0.5, seed=seed + 1)
+    scale = 1.0 + randn(3, device=device, scale=0.3, seed=seed + 2)
+    base = randn(rows, device=device, scale=0.7, seed=seed + 3)
+    kwargs: dict[str, object] = {}
+    if case.get("norm"):
+        kwargs["norm_weight"] = 1.0 + randn(width, device=device, scale=0.1, seed=seed + 4)
+    return (streams, fn, scale, base), kwargs
+
+
+SPEC = KernelSpec(
+    op=hc_pre, reference=hc_pre_reference, default=default_config, candidates=candidates,
+    cases=(
+        {"name": "small", "T": 3, "hc": 4, "C": 100},
+        {"name": "flash-t1", "T": 1, "hc": 4, "C": 4096, "norm": 1},
+        {"name": "flash-t3456", "T": 3456, "hc": 4, "C": 4096, "norm": 1},
+        {"name": "flash-t3456-plain", "T": 3456, "hc": 4, "C": 4096},
+        {"name": "pro-t64", "T": 64, "hc": 4, "C": 7168, "norm": 1},
+    ),
+    inputs=_inputs, tolerance=8e-3, launches=lambda case: 2,
+    scratch=lambda *, T, hc, C: sinkhorn.scratch_bytes((2 + hc) * hc, T),
+    bytes_moved=lambda case: case["T"] * 2 * case["C"] * (case["hc"] + 1)
+    + 4 * (2 + case["hc"]) * case["hc"] ** 2 * case["C"],
+    flops=lambda case: 2 * case["T"] * (2 + case["hc"]) * case["hc"] ** 2 * case["C"],
+)  # fmt: skip

@@ -103,3 +103,68 @@ def _reference(
     for term in terms[1:]:  # one add at a time: the order is part of the contract
         total = total + term.float()
     return out.copy_(total)
+
+
+@dataclass(frozen=True)
+class CombineConfig:
+    block_c: int
+    num_warps: int
+
+
+def default_config(key: Case) -> CombineConfig:
+    """At most 1024 channels per program."""
+    return CombineConfig(block_c=min(1024, triton.next_power_of_2(key["C"])), num_warps=4)
+
+
+def candidates(key: Case, target: Target) -> Iterable[CombineConfig]:
+    for block_c in (256, 512, 1024, 2048):
+        for num_warps in (1, 2, 4, 8):
+            if block_c <= 2 * key["C"] and block_c >= 32 * num_warps:
+                yield CombineConfig(block_c, num_warps)
+
+
+@triton.jit
+def _moe_combine_kernel(
+    routed_ptr, stride_rt, stride_rk,  # [T, topk, C]
+    ids_ptr, stride_it,  # [T, topk]
+    shared_ptr, stride_st,  # [T, C]
+    out_ptr, stride_ot,  # [T, C]
+    C,
+    TOPK: tl.constexpr, HAS_IDS: tl.constexpr, HAS_SHARED: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    pid_t = tl.program_id(0).to(tl.int64)
+    offs_c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    mask_c = offs_c < C
+    routed_ptrs = routed_ptr + pid_t * stride_rt + offs_c
+    acc = tl.zeros([BLOCK_C], tl.float32)
+    for k in tl.static_range(TOPK):
+        width = C
+        if HAS_IDS:
+            width = tl.where(tl.load(ids_ptr + pid_t * stride_it + k) >= 0, C, 0)
+        acc += tl.load(routed_ptrs, mask=offs_c < width, other=0.0).to(tl.float32)
+        routed_ptrs += stride_rk
+    if HAS_SHARED:
+        shared_ptrs = shared_ptr + pid_t * stride_st + offs_c
+        acc += tl.load(shared_ptrs, mask=mask_c, other=0.0).to(tl.float32)
+    tl.store(out_ptr + pid_t * stride_ot + offs_c, acc.to(out_ptr.dtype.element_ty), mask=mask_c)
+
+
+def _inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
+    num_tokens, topk, width = case["T"], case["topk"], case["C"]
+    bf16 = torch.bfloat16
+    routed = randn(num_tokens, topk, width, dtype=bf16, device=device, seed=seed)
+    shared = randn(num_tokens, width, dtype=bf16, device=device, seed=seed + 1)
+    ids = torch.arange(num_tokens * topk, device=device, dtype=torch.int32).view(-1, topk) % 5 - 1
+    return (routed,), {"topk_ids": ids, "shared": shared}
+
+
+SPEC = KernelSpec(
+    op=moe_combine, reference=moe_combine_reference, default=default_config, candidates=candidates,
+    cases=(
+        {"name": "small", "T": 5, "topk": 4, "C": 200},
+        {"name": "flash-t1", "T": 1, "topk": 6, "C": 4096},
+        {"name": "flash-t3456", "T": 3456, "topk": 6, "C": 4096},
+    ),
+    inputs=_inputs, tolerance=8e-3, grows="T",
+    bytes_moved=lambda case: 2 * case["T"] * case["C"] * (case["topk"] + 2),
+)  # fmt: skip

@@ -16,12 +16,8 @@ import triton.language as tl
 
 from ftkernels import backend, check, config
 from ftkernels.moe.router import (
-    Routes,
-
-    check_routes,
-    scores_reference,
-    weigh_reference,
-)
+    Routes, check_routes, score_tile, scores_reference, weigh_reference,
+)  # fmt: skip
 from ftkernels.spec import Case, Inputs, KernelSpec
 from ftkernels.target import Target
 from ftkernels.testing import randn
@@ -111,3 +107,75 @@ def _reference(
     ids = tid2eid.index_select(0, token_ids).long()
     scores = scores_reference(router_logits, score)
     return weigh_reference(scores, ids, route_scale, num_tokens, out)
+
+
+@dataclass(frozen=True)
+class HashRouterConfig:
+    num_warps: int
+
+
+def default_config(key: Case) -> HashRouterConfig:
+    """One token per program; a warp holds 128 experts or more."""
+    return HashRouterConfig(num_warps=1 if key["E"] <= 128 else 2)
+
+
+def candidates(key: Case, target: Target) -> Iterable[HashRouterConfig]:
+    return [HashRouterConfig(num_warps) for num_warps in (1, 2, 4)]
+
+
+@triton.jit
+def _route_hash_kernel(
+    logits_ptr, stride_lt,  # [T, E]
+    token_ptr, stride_tt,  # [T]
+    table_ptr, stride_bv,  # [V, topk]
+    weights_ptr, stride_wt,  # [T, topk]
+    ids_ptr, stride_it,  # [T, topk]
+    count_ptr,  # [1]
+    E, route_scale,
+    SCORE: tl.constexpr, TOPK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_E: tl.constexpr,
+    HAS_COUNT: tl.constexpr,
+):  # fmt: skip
+    pid_t = tl.program_id(0).to(tl.int64)
+    offs_e = tl.arange(0, BLOCK_E)
+    offs_k = tl.arange(0, BLOCK_K)
+    mask_e = offs_e < E
+    mask_k = offs_k < TOPK
+    used = True
+    if HAS_COUNT:
+        used = pid_t < tl.load(count_ptr)
+    token = tl.load(token_ptr + pid_t * stride_tt, mask=used, other=0).to(tl.int64)
+    table_ptrs = table_ptr + token * stride_bv + offs_k
+    ids = tl.load(table_ptrs, mask=offs_k < tl.where(used, TOPK, 0), other=0).to(tl.int32)
+    logits = tl.load(logits_ptr + pid_t * stride_lt + offs_e, mask=mask_e, other=0.0)
+    scores = score_tile(logits, mask_e, SCORE)
+    weights = tl.zeros([BLOCK_K], tl.float32)
+    total = 0.0
+    for k in tl.static_range(TOPK):
+        expert = tl.sum(tl.where(offs_k == k, ids, 0), 0)
+        weight = tl.sum(tl.where(offs_e == expert, scores, 0.0), 0)
+        total += weight
+        weights = tl.where(offs_k == k, weight, weights)
+    weights = tl.where(used, weights / total * route_scale, 0.0)
+    ids = tl.where(used, ids, -1)
+    tl.store(weights_ptr + pid_t * stride_wt + offs_k, weights, mask=mask_k)
+    tl.store(ids_ptr + pid_t * stride_it + offs_k, ids, mask=mask_k)
+
+
+def _inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
+    num_tokens, num_experts, vocab = case["T"], case["E"], case["V"]
+    router_logits = randn(num_tokens, num_experts, device=device, scale=2.0, seed=seed)
+    ids = torch.arange(num_tokens, device=device, dtype=torch.int32) * 97 % vocab
+    table = torch.arange(vocab * case["topk"], device=device).view(vocab, -1) * 31 % num_experts
+    return (router_logits, ids, table), {"route_scale": 1.5}
+
+
+SPEC = KernelSpec(
+    op=route_hash, reference=route_hash_reference, default=default_config, candidates=candidates,
+    cases=(
+        {"name": "small", "T": 5, "E": 16, "topk": 4, "V": 50},
+        {"name": "flash-t1", "T": 1, "E": 256, "topk": 6, "V": 129280},
+        {"name": "flash-t3456", "T": 3456, "E": 256, "topk": 6, "V": 129280},
+    ),
+    inputs=_inputs, tolerance=1e-5, grows="T",
+    bytes_moved=lambda case: case["T"] * (4 * case["E"] + 16 * case["topk"] + 4),
+)  # fmt: skip

@@ -143,3 +143,97 @@ def weigh_reference(
     out[0].copy_(weights)
     out[1].copy_(ids)
     return out
+
+
+@dataclass(frozen=True)
+class RouterConfig:
+    num_warps: int
+
+
+def default_config(key: Case) -> RouterConfig:
+    """One token per program; a warp holds 128 experts or more."""
+    return RouterConfig(num_warps=1 if key["E"] <= 128 else 2)
+
+
+def candidates(key: Case, target: Target) -> Iterable[RouterConfig]:
+    return [RouterConfig(num_warps) for num_warps in (1, 2, 4)]
+
+
+@triton.jit
+def score_tile(x, mask, SCORE: tl.constexpr):
+    """fp32 scores of one row of logits; lanes outside `mask` count for nothing."""
+    if SCORE == "sqrtsoftplus":
+        # log1p(u) for u in (0, 1]: the quotient takes out the rounding of 1 + u
+        u = tl.exp(-tl.abs(x))
+        y = 1.0 + u
+        log1p = tl.where(y == 1.0, u, tl.log(y) * (u / (y - 1.0)))
+        scores = tl.sqrt_rn(tl.where(x > 20.0, x, tl.maximum(x, 0.0) + log1p))
+        # exp(x) underflows long before its root does
+        return tl.where(x < -17.0, tl.exp(0.5 * x), scores)
+    elif SCORE == "sigmoid":
+        return tl.sigmoid(x)
+    else:
+        e = tl.where(mask, tl.exp(x - tl.max(tl.where(mask, x, float("-inf")), 0)), 0.0)
+        return e / tl.sum(e, 0)
+
+
+@triton.jit
+def _route_topk_kernel(
+    logits_ptr, stride_lt,  # [T, E]
+    bias_ptr,  # [E]
+    weights_ptr, stride_wt,  # [T, topk]
+    ids_ptr, stride_it,  # [T, topk]
+    count_ptr,  # [1]
+    E, route_scale,
+    SCORE: tl.constexpr, TOPK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_E: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_COUNT: tl.constexpr,
+):  # fmt: skip
+    pid_t = tl.program_id(0).to(tl.int64)
+    offs_e = tl.arange(0, BLOCK_E)
+    offs_k = tl.arange(0, BLOCK_K)
+    mask_e = offs_e < E
+    logits = tl.load(logits_ptr + pid_t * stride_lt + offs_e, mask=mask_e, other=0.0)
+    scores = score_tile(logits, mask_e, SCORE)
+    biased = scores
+    if HAS_BIAS:
+        biased += tl.load(bias_ptr + offs_e, mask=mask_e, other=0.0)
+    biased = tl.where(biased != biased, float("inf"), biased)
+    left = mask_e
+    ids = tl.full([BLOCK_K], -1, tl.int32)
+    weights = tl.zeros([BLOCK_K], tl.float32)
+    total = 0.0
+    for k in tl.static_range(TOPK):
+        best = tl.max(tl.where(left, biased, float("-inf")), 0)
+        expert = tl.min(tl.where(left & (biased == best), offs_e, BLOCK_E), 0)
+        weight = tl.sum(tl.where(offs_e == expert, scores, 0.0), 0)
+        total += weight
+        ids = tl.where(offs_k == k, expert, ids)
+        weights = tl.where(offs_k == k, weight, weights)
+        left = left & (offs_e != expert)
+    weights = weights / total * route_scale
+    if HAS_COUNT:
+        used = pid_t < tl.load(count_ptr)
+        ids = tl.where(used, ids, -1)
+        weights = tl.where(used, weights, 0.0)
+    mask_k = offs_k < TOPK
+    tl.store(weights_ptr + pid_t * stride_wt + offs_k, weights, mask=mask_k)
+    tl.store(ids_ptr + pid_t * stride_it + offs_k, ids, mask=mask_k)
+
+
+def _inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
+    router_logits = randn(case["T"], case["E"], device=device, scale=2.0, seed=seed)
+    bias = randn(case["E"], device=device, scale=0.5, seed=seed + 1)
+    return (router_logits, bias), {"topk": case["topk"], "route_scale": 1.5}
+
+
+SPEC = KernelSpec(
+    op=route_topk, reference=route_topk_reference, default=default_config, candidates=candidates,
+    cases=(
+        {"name": "small", "T": 5, "E": 16, "topk": 4},
+        {"name": "flash-t1", "T": 1, "E": 256, "topk": 6},
+        {"name": "flash-t3456", "T": 3456, "E": 256, "topk": 6},
+        {"name": "pro-t64", "T": 64, "E": 384, "topk": 6},
+    ),
+    inputs=_inputs, tolerance=1e-5, grows="T",
+    bytes_moved=lambda case: case["T"] * (4 * case["E"] + 8 * case["topk"]) + 4 * case["E"],
+)  # fmt: skip
