@@ -10,7 +10,7 @@ import torch
 
 @dataclass(frozen=True)
 class Rows:
-    """Row `r` of `tensors[i]` starts at `(r // inner) * strides[i][0] + (r % inner) * strides[i][1]`."""
+    """Row `r` of tensor `i` is at `(r // inner) * strides[i][0] + (r % inner) * strides[i][1]`."""
 
     tensors: tuple[torch.Tensor, ...]
     num_rows: int
@@ -21,8 +21,8 @@ class Rows:
 def fold_rows(*tensors: torch.Tensor) -> Iterator[Rows]:
     """Views of tensors of one shape `[..., D]` that a two-level row index reaches.
 
-    One item, unless more than two leading dimensions are left after merging those that lie evenly in
-    memory in every tensor; then one item for each index of the first of them.
+    One item, unless more than two leading dimensions are left after merging those that lie evenly
+    in memory in every tensor; then one item for each index of the first of them.
     """
     dims = _merged(tensors)
     if len(dims) > 2:

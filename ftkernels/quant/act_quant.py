@@ -161,7 +161,8 @@ def _inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
 
 
 SPEC = KernelSpec(
-    op=quantize_fp8, reference=quantize_fp8_reference, default=default_config, candidates=candidates,
+    op=quantize_fp8, reference=quantize_fp8_reference, default=default_config,
+    candidates=candidates,
     cases=(
         {"name": "small", "T": 5, "K": 300, "group": 128},
         {"name": "odd-group", "T": 3, "K": 101, "group": 24},

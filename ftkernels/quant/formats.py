@@ -1,6 +1,6 @@
 """Number formats E2M1, E4M3, UE8M0: decode and round helpers, torch and Triton, defined once.
 
-UE8M0 is one byte ``b`` of value ``2^(b - 127)``; 255 is NaN, and 0 is ``2^-127``, an fp32 subnormal.
+UE8M0 is a byte ``b`` of value ``2^(b - 127)``; 255 is NaN, and 0 is ``2^-127``, an fp32 subnormal.
 E4M3 ("fn") has bias 7, largest value 448, no infinities. E2M1 is a sign bit over three bits that
 stand for 0, 0.5, 1, 1.5, 2, 3, 4, 6; two codes fill a byte, the even element in the low nibble.
 Group quantization picks the smallest power of two at or above ``max|x| / largest`` as scale; a
@@ -103,7 +103,7 @@ def group_scale(grouped: torch.Tensor, fmt: GroupFormat) -> torch.Tensor:
 
 
 def into_groups(x: torch.Tensor, group: int) -> torch.Tensor:
-    """`[..., K]` to fp32 `[..., ceil(K/group), group]`; a short last group is filled up with zeros."""
+    """`[..., K]` to fp32 `[..., ceil(K/group), group]`; a short last group is filled with zeros."""
     wide = x.float()
     tail = -wide.shape[-1] % group
     if tail:
@@ -113,7 +113,7 @@ def into_groups(x: torch.Tensor, group: int) -> torch.Tensor:
 
 @triton.jit
 def tl_group_code(absbits, FLOOR_BITS: tl.constexpr, INVERSE: tl.constexpr):
-    """int32 UE8M0 codes from the bits of the groups' largest magnitudes; NaN and infinity give 255."""
+    """int32 UE8M0 codes from the bits of groups' largest magnitudes; NaN, infinity give 255."""
     # as integers NaN > infinity > every number, which a float maximum does not promise
     amax = tl.maximum(absbits, FLOOR_BITS).to(tl.float32, bitcast=True)
     bits = (amax * INVERSE).to(tl.int32, bitcast=True)
@@ -136,7 +136,7 @@ def tl_ue8m0_decode(code):
 
 @triton.jit
 def tl_ue8m0_inverse(code):
-    """fp32 `1 / scale` of int32 UE8M0 codes 1..253, and 0 for 255: division by an infinite scale."""
+    """fp32 `1 / scale` of int32 UE8M0 codes 1..253; 0 for 255, as under an infinite scale."""
     return tl.where(code == 255, 0, (254 - code) << 23).to(tl.float32, bitcast=True)
 
 
@@ -146,19 +146,19 @@ def tl_round_to_grid(x, LOWEST: tl.constexpr, FRACTION: tl.constexpr):
 
     LOWEST is the exponent field below which the spacing stays the same (subnormals).
 
-    Exact in fp32: adding ``1.5 * 2^(e + 23 - FRACTION)`` leaves FRACTION bits, subtracting restores.
+    Adding ``2^(e + 23 - FRACTION)`` to a magnitude leaves FRACTION bits, subtracting restores.
     """
     bits = x.to(tl.int32, bitcast=True)
     magnitude = (bits & 0x7FFFFFFF).to(tl.float32, bitcast=True)
     exponent = tl.maximum((bits >> 23) & 0xFF, LOWEST)
-    magic = (((exponent + (23 - FRACTION)) << 23) | 0x00400000).to(tl.float32, bitcast=True)
+    magic = ((exponent + (23 - FRACTION)) << 23).to(tl.float32, bitcast=True)
     rounded = ((magnitude + magic) - magic).to(tl.int32, bitcast=True) | (bits & -0x80000000)
     return tl.where(x != x, x, rounded.to(tl.float32, bitcast=True))
 
 
 @triton.jit
 def tl_e4m3_round(x):
-    """fp32 on the E4M3 grid, saturating at 448; the cast to fp8 that follows is then exact everywhere."""
+    """fp32 on the E4M3 grid, saturating at 448; a cast to fp8 is then exact on every Triton."""
     clamped = tl.minimum(tl.maximum(x, -448.0), 448.0)
     return tl_round_to_grid(tl.where(x != x, x, clamped), 121, 3)
 

@@ -1,7 +1,7 @@
-"""Hadamard rotation: ``out = (H x) * D**-0.5`` with Sylvester's matrix, ``H_2m = [[H, H], [H, -H]]``.
+"""Hadamard rotation ``out = (H x) * D**-0.5``, Sylvester's matrix ``H_2m = [[H, H], [H, -H]]``.
 
-Numerics: log2(D) rounds of sums and differences in fp32, neighbours first, then the factor, then one
-rounding. The order is fixed, so kernel and reference give the same bits.
+Numerics: log2(D) rounds of sums and differences in fp32, neighbours first, then the factor, then
+one rounding. The order is fixed, so kernel and reference give the same bits.
 """
 
 from __future__ import annotations

@@ -1,19 +1,20 @@
-"""FP4 weights in the order the FP8-MMA kernels read them, and back: the same bits, moved once at load.
+"""FP4 weights in the order the FP8-MMA kernels read them, and back: the same bits, moved at load.
 
 Weight layout, for each matrix ``[N, K/2]`` of the leading dimensions (row order after ``gated``):
 the rows are cut into tiles of 64 and the columns into steps of 64; the bytes of one tile and step,
 ``rows * 32`` of them, lie together, tile after tile and step after step within a tile. A row's 32
-bytes of a step are 8 little-endian words. Word ``j`` holds columns ``4j .. 4j+3`` of the step's first
-half (A) and of its second half (B): the magnitude code of A's column ``i`` in bits ``4i .. 4i+2``,
-of B's in bits ``16+4i .. 16+4i+2``, A's sign in bit ``8i+7``, B's in bit ``8i+3``. So ``word &
-0x7777`` selects A's bytes for one ``prmt``, ``word >> 16`` B's, and the signs are in place after
-``word & 0x80808080`` and ``(word << 4) & 0x80808080``. The last tile may have fewer rows and the last
-step 32 columns (4 words); nothing is padded, so the tensor keeps its shape.
+bytes of a step are 8 little-endian words. Word ``j`` holds columns ``4j .. 4j+3`` of the step's
+first half (A) and of its second half (B): the magnitude code of A's column ``i`` in bits
+``4i .. 4i+2``, of B's in bits ``16+4i .. 16+4i+2``, A's sign in bit ``8i+7``, B's in bit
+``8i+3``. So ``word & 0x7777`` selects A's bytes for one ``prmt``, ``(word >> 16) & 0x7777`` B's,
+and the signs are in place after ``word & 0x80808080`` and ``(word << 4) & 0x80808080``. The last
+tile may have fewer rows and the last step 32 columns (4 words); nothing is padded, the tensor
+keeps its shape.
 
-Metadata, ``fold=True``: int32 ``[..., ceil(K/128), N]``. For the four scale codes ``s_j`` of a row's 128
-columns, of maximum ``m``: bits ``4j .. 4j+3`` hold ``c_j = 11 - (m - s_j)`` and bits 23..30 hold ``m - 6``,
-so ``meta & 0x7F800000`` is the fp32 number ``2^(m - 133)`` and a weight is
-``e2m1 * 2^(c_j - 5) * 2^(m - 133)``, its first factors an E4M3 number. Scales past K count as ``m``.
+Metadata, ``fold=True``: int32 ``[..., ceil(K/128), N]``. For the four scale codes ``s_j`` of 128
+columns of a row, of maximum ``m``: bits ``4j .. 4j+3`` hold ``c_j = 11 - (m - s_j)``, bits 23..30
+hold ``m - 6``, so ``meta & 0x7F800000`` is the fp32 number ``2^(m - 133)`` and a weight is
+``e2m1 * 2^(c_j - 5) * 2^(m - 133)``, its first factors an E4M3 number. Those past K count as ``m``.
 ``fold=False``: the scale bytes, uint8 ``[..., K/32, N]``.
 """
 
@@ -55,8 +56,8 @@ def pack_fp4(
 
     Raises:
         TypeError: wrong dtype, or ``out`` is not a pair of tensors.
-        ValueError: shape, stride or device outside the contract; or a row holds scales that the fold
-            cannot hold, more than 11 octaves apart or of a largest code below 7.
+        ValueError: shape, stride or device outside the contract; or scales that the fold cannot
+            hold, more than 11 octaves apart or of a largest code below 7.
 
     Reads the scales on the host when folding: for loading, not for graphs.
     """

@@ -2,7 +2,7 @@
 
 FP4 layout: byte ``[n, c]`` holds column ``2c`` in its low nibble and ``2c + 1`` in its high one;
 ``scale[n, g]`` is the UE8M0 code of columns ``[g*group, (g+1)*group)`` of row ``n``.
-FP8 layout: groups of columns as above, or tiles: ``scale[n // gn, k // gk]`` for ``group=(gn, gk)``.
+FP8 layout: groups of columns as above, or tiles: ``scale[n // gn, k // gk]``, ``group=(gn, gk)``.
 Numerics: code times scale in fp32, rounded once; exact in bf16 as long as bf16 holds the exponent.
 """
 
@@ -43,8 +43,8 @@ def quantize_fp4(x: torch.Tensor, *, group: int = 32, out: Pair | None = None) -
         out: ``(packed, scale)`` as returned, not overlapping ``x``; allocated when omitted.
 
     Returns:
-        ``packed [N, K/2]`` uint8 and ``scale [N, K/group]`` uint8 UE8M0 codes. A group with a NaN or
-        an infinity has scale code 255 (NaN). With ``N == 0`` nothing is launched.
+        ``packed [N, K/2]`` and ``scale [N, K/group]`` UE8M0 codes, both uint8. A group with a NaN
+        or an infinity has scale code 255 (NaN). With ``N == 0`` nothing is launched.
 
     Raises:
         TypeError: unsupported dtype, or ``out`` is not a pair of tensors.
@@ -126,12 +126,12 @@ def dequantize_fp8(
     Args:
         x_fp8: ``[N, K]`` float8_e4m3fn, last dimension contiguous.
         scale: uint8 UE8M0 codes; ``[N, ceil(K/group)]``, or ``[ceil(N/gn), ceil(K/gk)]`` for tiles.
-        group: columns under one scale, or ``(gn, gk)``: rows and columns of a tile (weights: 128, 128).
+        group: columns under one scale, or ``(gn, gk)``: rows and columns of a tile.
         dtype: bf16, fp16 or fp32.
         out: ``[N, K]`` in ``dtype``, not overlapping an input; allocated when omitted.
 
     Returns:
-        ``out``; scale code 0 is ``2^-127``, code 255 gives NaN. With no element nothing is launched.
+        ``out``; scale code 0 is ``2^-127``, 255 gives NaN. With no element nothing is launched.
 
     Raises:
         TypeError: unsupported dtype.
@@ -218,7 +218,7 @@ def dequantize_fp4(
         out: ``[N, K]`` in ``dtype``, not overlapping an input; allocated when omitted.
 
     Returns:
-        ``out``; scale code 0 is ``2^-127``, code 255 gives NaN. With no element nothing is launched.
+        ``out``; scale code 0 is ``2^-127``, 255 gives NaN. With no element nothing is launched.
 
     Raises:
         TypeError: unsupported dtype.

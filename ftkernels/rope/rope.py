@@ -222,7 +222,7 @@ class RopeConfig:
 
 
 def default_config(key: Case) -> RopeConfig:
-    """Used when no tuned entry fits: heads of one token per program, about 2048 channels of them."""
+    """Used when no tuned entry fits: heads of one token per program, about 2048 channels."""
     width = max(1, triton.next_power_of_2(key["D"]))
     block_h = max(1, min(triton.next_power_of_2(key["H"]), 2048 // width))
     return RopeConfig(block_h=block_h, num_warps=4 if block_h * width >= 1024 else 1)
@@ -231,7 +231,9 @@ def default_config(key: Case) -> RopeConfig:
 def candidates(key: Case, target: Target) -> Iterable[RopeConfig]:
     for block_h in (1, 2, 4, 8, 16, 32, 64):
         for num_warps in (1, 2, 4, 8):
-            if block_h <= 2 * key["H"] and 32 * num_warps <= block_h * key["D"] <= 16384:
+            if block_h <= 2 * key["H"] and 32 * num_warps <= block_h * key["D"] <= min(
+                16384, 8192 * num_warps
+            ):
                 yield RopeConfig(block_h, num_warps)
 
 

@@ -42,9 +42,11 @@ def test_residual(dtype, width, device, run):
     got = run(rms_norm, x, weight, residual=residual)
     assert torch.equal(residual, summed)
     assert torch.equal(x, before)
-    assert_close(
-        got.cpu(), formula(summed.cpu(), weight.cpu(), 1e-6).to(dtype), max_ulp=ulps(dtype)
-    )
+    expected = formula(summed.cpu(), weight.cpu(), 1e-6).to(dtype)
+    assert_close(got.cpu(), expected, max_ulp=ulps(dtype))
+    if dtype == torch.bfloat16:
+        # the rounded sum is normalized: otherwise a quarter of the values are a step away
+        assert (got.cpu() != expected).float().mean() < 0.02
 
 
 @pytest.mark.parametrize("has_residual", [False, True])

@@ -44,7 +44,7 @@ class Oracle:
         return math.copysign(grid[best], x)
 
     def quantize(self, x: torch.Tensor, fmt: str, group: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """fp64 code values [T, K] and UE8M0 codes [T, ceil(K/group)] of a matrix of finite numbers."""
+        """fp64 code values [T, K] and UE8M0 codes [T, ceil(K/group)] of a finite matrix."""
         rows = x.double().tolist()
         values, codes = [], []
         for row in rows:

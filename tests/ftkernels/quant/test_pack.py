@@ -80,7 +80,7 @@ def e4m3(byte: int) -> float:
     ("rows", "width", "gated"), [(70, 96, False), (128, 256, True), (3, 32, False)]
 )
 def test_kernels_decode_gives_the_weights(rows, width, gated):
-    """Walks the layout as a kernel does: word, byte permute into E4M3, table code, base exponent."""
+    """Walks the layout as a kernel does: word, byte permute to E4M3, table code, base exponent."""
     packed, scale = weights(N=rows, K=width)
     weight, meta = pack_fp4(packed, scale, gated=gated)
     flat = weight.flatten().tolist()

@@ -31,7 +31,7 @@ def test_matches_oracle(size, group, channels, fmt, dtype, device, run, oracle):
 
 
 def test_kv_row_is_lossless_under_packing(device, run):
-    """448 of 512 channels in blocks of 64, as KV rows; in bf16 the product of code and scale is exact."""
+    """448 of 512 channels in blocks of 64, as KV rows; code times scale is exact in bf16."""
     x = randn(3, 512, dtype=torch.bfloat16, device=device, scale=2.0)
     got = run(quant_round_trip, x, fmt="fp8", group=64, channels=448)
     codes = quantize_fp8_reference(x[:, :448], group=64)

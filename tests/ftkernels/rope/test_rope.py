@@ -127,7 +127,8 @@ def tables(dim, device, n=3000):
 
 
 @pytest.mark.parametrize(
-    ("size", "dim"), [((3, 5, 36), 12), ((4, 64), 16), ((2, 3, 16), 16), ((1, 64, 128), 64), ((7, 2), 2)],
+    ("size", "dim"),
+    [((3, 5, 36), 12), ((4, 64), 16), ((2, 3, 16), 16), ((1, 64, 128), 64), ((7, 2), 2)],
     ids=str,
 )  # fmt: skip
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
