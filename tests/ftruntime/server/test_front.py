@@ -214,3 +214,16 @@ def test_engine_death_turns_everything_to_503(stand: Callable[..., None]) -> Non
         assert (await site.http.post(TEXT, json={"prompt": [5]})).status_code == 503
 
     stand(work, step_s=0.001)
+
+
+def test_one_request_id_used_twice_at_once(stand: Callable[..., None]) -> None:
+    async def work(site: Stand) -> None:
+        await site.ready()
+        body = {"prompt": [5, 6], "max_tokens": 40, "n": 2}
+        headers = {"X-Request-Id": "same"}
+        posts = (site.http.post(TEXT, json=body, headers=headers) for _ in range(3))
+        answers = await asyncio.gather(*posts)
+        assert [answer.status_code for answer in answers] == [200] * 3
+        assert {answer.headers["x-request-id"] for answer in answers} == {"same"}
+
+    stand(work, step_s=0.001)
