@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.live import launcher, server  # noqa: F401
+
 PRESETS = ("small", "tiny")
 
 
