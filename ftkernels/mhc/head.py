@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+
 import torch
 import triton
 import triton.language as tl
 
 from ftkernels import backend, check, config
-from ftkernels.mhc import sinkhorn
-from ftkernels.mhc.sinkhorn import MixConfig, inverse_rms, mixed_sigmoid, store_mixed
+from ftkernels.mhc import mixing, sinkhorn
+from ftkernels.mhc.mixing import MixConfig, inverse_rms, mixed_sigmoid, store_mixed
 from ftkernels.spec import Case, Inputs, KernelSpec
 from ftkernels.target import Target
 from ftkernels.testing import randn
@@ -51,7 +52,7 @@ def hc_head(
     """
     out = _checked(streams, fn, scale, base, hc_eps, norm_eps, norm_weight, out)
     if scratch is not None:
-        num_bytes = sinkhorn.scratch_bytes(fn.shape[0], streams.shape[0])
+        num_bytes = mixing.scratch_bytes(fn.shape[0], streams.shape[0])
         check.scratch("hc_head", scratch, num_bytes, streams)
     if out.numel() == 0:
         return out
@@ -61,7 +62,7 @@ def hc_head(
     cfg = config.lookup("hc_head", {"hc": hc, "C": width}, default_config)
     block_c = cfg.block_c if norm_weight is None else triton.next_power_of_2(width)
     with backend.on_device(streams):
-        partial = sinkhorn.project(streams, fn, scratch, cfg)
+        partial = mixing.project(streams, fn, scratch, cfg)
         _hc_head_kernel[(num_tokens, triton.cdiv(width, block_c))](
             partial, scale, base, streams, streams.stride(0), streams.stride(1), norm_weight,
             out, out.stride(0),
@@ -93,7 +94,7 @@ def hc_head_reference(
     hc_eps: float = 1e-6, norm_eps: float = 1e-6, norm_weight: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """The definition in plain torch and, for few rows, plain Python; shares nothing with the kernel."""
+    """The definition in plain torch and, for few rows, in plain Python."""
     out = _checked(streams, fn, scale, base, hc_eps, norm_eps, norm_weight, out)
     if out.numel() == 0:
         return out
@@ -109,7 +110,7 @@ def _reference(
     if sinkhorn.few_rows(streams, norm_eps):
         scales, bases = scale.tolist(), base.tolist()
         values: list[float] = []
-        for m, square in zip(mix.tolist(), squares.tolist()):
+        for m, square in zip(mix.tolist(), squares.tolist(), strict=True):
             rms = 1.0 / math.sqrt(square / size + norm_eps)
             values += sinkhorn.sigmoids(m, rms, scales[0], bases, 1.0, hc_eps)
         weights = sinkhorn.floats32(values).view(mix.shape)
@@ -125,12 +126,12 @@ def _reference(
 
 
 def default_config(key: Case) -> MixConfig:
-    """As `hc_pre`: see `sinkhorn.default_config`."""
-    return sinkhorn.default_config(key)
+    """As `hc_pre`: see `mixing.default_config`."""
+    return mixing.default_config(key)
 
 
 def candidates(key: Case, target: Target) -> Iterable[MixConfig]:
-    return sinkhorn.candidates(key, target)
+    return mixing.candidates(key, target)
 
 
 @triton.jit
@@ -180,7 +181,7 @@ SPEC = KernelSpec(
         {"name": "pro-t50", "T": 50, "hc": 4, "C": 7168, "norm": 1},
     ),
     inputs=_inputs, tolerance=8e-3, launches=lambda case: 2,
-    scratch=lambda *, T, hc, C: sinkhorn.scratch_bytes(hc, T),
+    scratch=lambda *, T, hc, C: mixing.scratch_bytes(hc, T),
     bytes_moved=lambda case: case["T"] * 2 * case["C"] * (case["hc"] + 1)
     + 4 * case["hc"] ** 2 * case["C"],
     flops=lambda case: 2 * case["T"] * case["hc"] ** 2 * case["C"],

@@ -1,8 +1,9 @@
 """Hyper-connection input: mixes of the residual streams and their weighted sum.
 
-Formulas: ``m = (fn @ f) * rsqrt(mean(f^2) + norm_eps)`` with ``f = flatten(streams)``;
-``pre = sigmoid(m[:hc]*scale[0] + base[:hc]) + hc_eps``, ``post = 2*sigmoid(m[hc:2hc]*scale[1] + ..)``,
-``comb = sinkhorn(m[2hc:]*scale[2] + ..)`` (row-major, see `sinkhorn`), ``x = sum_s pre_s*streams[s]``.
+Formulas: ``m = (fn @ f) * rsqrt(mean(f^2) + norm_eps)`` with ``f = flatten(streams)``,
+``pre = sigmoid(m[:hc]*scale[0] + base[:hc]) + hc_eps``,
+``post = 2*sigmoid(m[hc:2hc]*scale[1] + base[hc:2hc])``,
+``comb = sinkhorn(m[2hc:]*scale[2] + ..)`` (row-major), ``x = sum_s pre_s * streams[s]``.
 Numerics: fp32 (no TF32); ``x`` rounded once. With ``norm_weight``, the rounded ``x`` is RMS-normed
 as `rms_norm` would do it, with a second rounding.
 """
@@ -11,13 +12,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+
 import torch
 import triton
 import triton.language as tl
 
 from ftkernels import backend, check, config
-from ftkernels.mhc import sinkhorn
-from ftkernels.mhc.sinkhorn import MixConfig, inverse_rms, mixed_sigmoid, mixed_sinkhorn, store_mixed
+from ftkernels.mhc import mixing, sinkhorn
+from ftkernels.mhc.mixing import (
+    MixConfig,
+    inverse_rms,
+    mixed_sigmoid,
+    mixed_sinkhorn,
+    store_mixed,
+)
 from ftkernels.spec import Case, Inputs, KernelSpec
 from ftkernels.target import Target
 from ftkernels.testing import randn
@@ -56,7 +64,7 @@ def hc_pre(
     """
     _check(streams, fn, scale, base, hc_eps, norm_eps, sinkhorn_iters, norm_weight)
     if scratch is not None:
-        num_bytes = sinkhorn.scratch_bytes(fn.shape[0], streams.shape[0])
+        num_bytes = mixing.scratch_bytes(fn.shape[0], streams.shape[0])
         check.scratch("hc_pre", scratch, num_bytes, streams)
     if streams.shape[0] and streams.shape[2] and backend.use_reference(streams):
         return _reference(
@@ -70,7 +78,7 @@ def hc_pre(
     cfg = config.lookup("hc_pre", {"hc": hc, "C": width}, default_config)
     block_c = cfg.block_c if norm_weight is None else triton.next_power_of_2(width)
     with backend.on_device(streams):
-        partial = sinkhorn.project(streams, fn, scratch, cfg)
+        partial = mixing.project(streams, fn, scratch, cfg)
         _hc_pre_kernel[(num_tokens, triton.cdiv(width, block_c))](
             partial, scale, base, streams, streams.stride(0), streams.stride(1), norm_weight,
             x, x.stride(0), post, post.stride(0), comb, comb.stride(0), comb.stride(1),
@@ -117,7 +125,7 @@ def hc_pre_reference(
     hc_eps: float = 1e-6, norm_eps: float = 1e-6, sinkhorn_iters: int = 20,
     norm_weight: torch.Tensor | None = None, out: Mixes | None = None,
 ) -> Mixes:  # fmt: skip
-    """The definition in plain torch and, for few rows, plain Python; shares nothing with the kernel."""
+    """The definition in plain torch and, for few rows, in plain Python."""
     _check(streams, fn, scale, base, hc_eps, norm_eps, sinkhorn_iters, norm_weight)
     if streams.shape[0] == 0 or streams.shape[2] == 0:
         return _outputs(streams, (fn, scale, base, norm_weight), out)
@@ -166,11 +174,13 @@ def _few_coefficients(
     pre: list[float] = []
     post: list[float] = []
     comb: list[float] = []
-    for m, square in zip(mix.tolist(), squares.tolist()):
+    for m, square in zip(mix.tolist(), squares.tolist(), strict=True):
         rms = 1.0 / math.sqrt(square / (hc * width) + norm_eps)
         pre += sinkhorn.sigmoids(m[:hc], rms, scales[0], bases[:hc], 1.0, hc_eps)
         post += sinkhorn.sigmoids(m[hc : 2 * hc], rms, scales[1], bases[hc : 2 * hc], 2.0, 0.0)
-        logits = [a * rms * scales[2] + b for a, b in zip(m[2 * hc :], bases[2 * hc :])]
+        logits = [
+            a * rms * scales[2] + b for a, b in zip(m[2 * hc :], bases[2 * hc :], strict=True)
+        ]
         comb += sinkhorn.sinkhorn(logits, hc, hc_eps, iters)
     flat = sinkhorn.floats32(pre + post + comb)
     n = num_tokens * hc
@@ -182,12 +192,12 @@ def _few_coefficients(
 
 
 def default_config(key: Case) -> MixConfig:
-    """As `hc_head`: see `sinkhorn.default_config`."""
-    return sinkhorn.default_config(key)
+    """As `hc_head`: see `mixing.default_config`."""
+    return mixing.default_config(key)
 
 
 def candidates(key: Case, target: Target) -> Iterable[MixConfig]:
-    return sinkhorn.candidates(key, target)
+    return mixing.candidates(key, target)
 
 
 @triton.jit
@@ -256,7 +266,7 @@ SPEC = KernelSpec(
         {"name": "pro-t64", "T": 64, "hc": 4, "C": 7168, "norm": 1},
     ),
     inputs=_inputs, tolerance=8e-3, launches=lambda case: 2,
-    scratch=lambda *, T, hc, C: sinkhorn.scratch_bytes((2 + hc) * hc, T),
+    scratch=lambda *, T, hc, C: mixing.scratch_bytes((2 + hc) * hc, T),
     bytes_moved=lambda case: case["T"] * 2 * case["C"] * (case["hc"] + 1)
     + 4 * (2 + case["hc"]) * case["hc"] ** 2 * case["C"],
     flops=lambda case: 2 * case["T"] * (2 + case["hc"]) * case["hc"] ** 2 * case["C"],

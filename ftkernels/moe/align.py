@@ -77,7 +77,7 @@ def _checked(
     given = (None, None, None) if out is None else out
     results = [
         check.output(op, one, size, like=topk_ids, name=name)
-        for one, size, name in zip(given, sizes, names)
+        for one, size, name in zip(given, sizes, names, strict=True)
     ]
     return results[0], results[1], results[2]
 

@@ -1,8 +1,8 @@
 """Routing of the first layers: the experts of a token are the row of its id in a fixed table.
 
-``ids = tid2eid[token_id]`` in the table's order, duplicates kept; weights as in `route_topk`, from the
-scores of the listed experts: ``s_k / sum(s_k) * route_scale``.
-Numerics: scores, sum (in order of k) and weights in fp32.
+``ids = tid2eid[token_id]`` in the table's order, duplicates kept; weights as in `route_topk`, from
+the scores of the listed experts: ``s_k / sum(s_k) * route_scale``. Numerics: scores, sum (in order
+of k) and weights in fp32.
 """
 
 from __future__ import annotations
@@ -16,7 +16,11 @@ import triton.language as tl
 
 from ftkernels import backend, check, config
 from ftkernels.moe.router import (
-    Routes, check_routes, score_tile, scores_reference, weigh_reference,
+    Routes,
+    check_routes,
+    score_tile,
+    scores_reference,
+    weigh_reference,
 )  # fmt: skip
 from ftkernels.spec import Case, Inputs, KernelSpec
 from ftkernels.target import Target
@@ -36,8 +40,8 @@ def route_hash(
         tid2eid: ``[V, topk]`` int32 or int64 expert ids, rows may be strided.
         route_scale: factor on the normalized weights (DeepSeek-V4-Flash: 1.5).
         score: ``"sqrtsoftplus"``, ``"sigmoid"`` or ``"softmax"``.
-        num_tokens: ``[1]`` int32 on the device; rows from there on get id -1 and weight 0, and their
-            token id is not read.
+        num_tokens: ``[1]`` int32 on the device; rows from there on get id -1 and weight 0, and
+            their token id is not read.
         out: ``(topk_weights, topk_ids)``; allocated when omitted.
 
     Returns:
@@ -57,7 +61,7 @@ def route_hash(
     weights, ids = out
     rows, num_experts = router_logits.shape
     topk = tid2eid.shape[1]
-    cfg = config.lookup("route_hash", {"T": rows, "E": num_experts}, default_config, grows="T")
+    cfg = config.lookup("route_hash", {"E": num_experts}, default_config)
     with backend.on_device(router_logits):
         _route_hash_kernel[(rows,)](
             router_logits, router_logits.stride(0), token_ids, token_ids.stride(0),
@@ -176,6 +180,6 @@ SPEC = KernelSpec(
         {"name": "flash-t1", "T": 1, "E": 256, "topk": 6, "V": 129280},
         {"name": "flash-t3456", "T": 3456, "E": 256, "topk": 6, "V": 129280},
     ),
-    inputs=_inputs, tolerance=1e-5, grows="T",
+    inputs=_inputs, tolerance=1e-5,
     bytes_moved=lambda case: case["T"] * (4 * case["E"] + 16 * case["topk"] + 4),
 )  # fmt: skip

@@ -54,7 +54,7 @@ def route_topk(
         return _reference(router_logits, bias, topk, route_scale, score, num_tokens, out)
     weights, ids = out
     rows, num_experts = router_logits.shape
-    cfg = config.lookup("route_topk", {"T": rows, "E": num_experts}, default_config, grows="T")
+    cfg = config.lookup("route_topk", {"E": num_experts}, default_config)
     with backend.on_device(router_logits):
         _route_topk_kernel[(rows,)](
             router_logits, router_logits.stride(0), bias,
@@ -120,7 +120,7 @@ def _reference(
 
 
 def scores_reference(router_logits: torch.Tensor, score: str) -> torch.Tensor:
-    """Scores in fp32, by way of fp64 so that a value does not depend on its place in the tensor."""
+    """fp32 scores, by way of fp64 so that a value does not depend on its place in the tensor."""
     wide = router_logits.double()
     if score == "sqrtsoftplus":
         return torch.nn.functional.softplus(wide, threshold=20.0).sqrt_().float()
@@ -133,7 +133,7 @@ def weigh_reference(
     scores: torch.Tensor, ids: torch.Tensor, route_scale: float, num_tokens: torch.Tensor | None,
     out: Routes,
 ) -> Routes:  # fmt: skip
-    """Writes the normalized weights of `ids` and the ids; rows from `num_tokens` on are left out."""
+    """Writes the normalized weights of `ids`, and the ids; not of rows from `num_tokens` on."""
     chosen = scores.gather(1, ids)
     total = chosen.cumsum(-1)[:, -1:]  # in order of k whatever the number of rows
     weights = chosen.div_(total).mul_(route_scale)
@@ -234,6 +234,6 @@ SPEC = KernelSpec(
         {"name": "flash-t3456", "T": 3456, "E": 256, "topk": 6},
         {"name": "pro-t64", "T": 64, "E": 384, "topk": 6},
     ),
-    inputs=_inputs, tolerance=1e-5, grows="T",
+    inputs=_inputs, tolerance=1e-5,
     bytes_moved=lambda case: case["T"] * (4 * case["E"] + 8 * case["topk"]) + 4 * case["E"],
 )  # fmt: skip

@@ -50,6 +50,14 @@ def adjust_logits(
         return out
     if backend.use_reference(logits):
         return _reference(row_ids, token_ids, repetition, offset, out)
+    num_entries = row_ids.shape[0]
+    cfg = config.lookup("adjust_logits", {"N": num_entries}, default_config, grows="N")
+    with backend.on_device(logits):
+        _adjust_logits_kernel[(triton.cdiv(num_entries, cfg.block_n),)](
+            row_ids, token_ids, repetition, offset, out, out.stride(0),
+            num_entries,
+            BLOCK_N=cfg.block_n, num_warps=cfg.num_warps,
+        )  # fmt: skip
     return out
 
 
@@ -93,3 +101,59 @@ def _reference(
     factor = repetition[used]
     values = torch.where(values > 0, values / factor, values * factor) + offset[used]
     return out.index_put_(place, values.to(out.dtype))
+
+
+@dataclass(frozen=True)
+class AdjustConfig:
+    block_n: int
+    num_warps: int
+
+
+def default_config(key: Case) -> AdjustConfig:
+    """128 entries per program: each is a scattered read and write."""
+    return AdjustConfig(block_n=128, num_warps=4)
+
+
+def candidates(key: Case, target: Target) -> Iterable[AdjustConfig]:
+    return [AdjustConfig(32 * num_warps, num_warps) for num_warps in (1, 2, 4, 8)]
+
+
+@triton.jit
+def _adjust_logits_kernel(
+    row_ptr, token_ptr, repetition_ptr, offset_ptr,  # [N]
+    out_ptr, stride_os,  # [S, V]
+    N,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask_n = offs_n < N
+    row = tl.load(row_ptr + offs_n, mask=mask_n, other=-1).to(tl.int64)
+    mask_n = row >= 0
+    token = tl.load(token_ptr + offs_n, mask=mask_n, other=0)
+    repetition = tl.load(repetition_ptr + offs_n, mask=mask_n, other=1.0)
+    offset = tl.load(offset_ptr + offs_n, mask=mask_n, other=0.0)
+    out_ptrs = out_ptr + row * stride_os + token
+    x = tl.load(out_ptrs, mask=mask_n, other=0.0).to(tl.float32)
+    x = tl.where(x > 0, tl.div_rn(x, repetition), x * repetition) + offset
+    tl.store(out_ptrs, x.to(out_ptr.dtype.element_ty), mask=mask_n)
+
+
+def _inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
+    rows, vocab, num_entries = case["S"], case["V"], case["N"]
+    logits = randn(rows, vocab, device=device, scale=3.0, seed=seed)
+    place = torch.arange(num_entries, device=device, dtype=torch.int32)
+    repetition = 1.0 + randn(num_entries, device=device, scale=0.1, seed=seed + 1).abs()
+    offset = randn(num_entries, device=device, seed=seed + 2)
+    return (logits, place % (rows + 1) - 1, place % vocab, repetition, offset), {}
+
+
+SPEC = KernelSpec(
+    op=adjust_logits, reference=adjust_logits_reference, default=default_config,
+    candidates=candidates,
+    cases=(
+        {"name": "small", "S": 3, "V": 300, "N": 40},
+        {"name": "flash-t50", "S": 50, "V": 129280, "N": 20000},
+    ),
+    inputs=_inputs, tolerance=1e-6, grows="N",
+    bytes_moved=lambda case: 8 * case["S"] * case["V"] + 24 * case["N"],
+)  # fmt: skip

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from ftkernels import backend, check, config
+from ftkernels.sampling.select import ordered, unordered
 from ftkernels.spec import Case, Inputs, KernelSpec
 from ftkernels.target import Target
 from ftkernels.testing import randn
@@ -46,6 +47,16 @@ def top_logprobs(
         return out
     if backend.use_reference(logits):
         return _reference(logits, token_ids, num_top, out)
+    rows, vocab = logits.shape
+    logprob, ids, top = out
+    cfg = config.lookup("top_logprobs", {"V": vocab}, default_config)
+    with backend.on_device(logits):
+        _top_logprobs_kernel[(rows,)](
+            logits, logits.stride(0), token_ids,
+            logprob, ids, ids.stride(0), top, top.stride(0),
+            vocab, num_top,
+            BLOCK_V=cfg.block_v, num_warps=cfg.num_warps,
+        )  # fmt: skip
     return out
 
 
@@ -90,7 +101,97 @@ def _reference(
     chosen = logprobs.gather(1, index.clamp(min=0)).masked_fill(index < 0, float("-inf"))
     out[0].copy_(chosen[:, 0])
     if num_top:
-        ids = logits.sort(dim=-1, descending=True, stable=True)[1][:, :num_top]
+        order = logits.masked_fill(logits.isnan(), float("-inf"))
+        ids = order.sort(dim=-1, descending=True, stable=True)[1][:, :num_top]
         out[1].copy_(ids)
         out[2].copy_(logprobs.gather(1, ids))
     return out
+
+
+@dataclass(frozen=True)
+class LogprobsConfig:
+    block_v: int
+    num_warps: int
+
+
+def default_config(key: Case) -> LogprobsConfig:
+    """One row per program, at most 4096 logits at a time."""
+    block_v = min(4096, max(128, triton.next_power_of_2(key["V"])))
+    return LogprobsConfig(block_v=block_v, num_warps=max(4, block_v // 256))
+
+
+def candidates(key: Case, target: Target) -> Iterable[LogprobsConfig]:
+    for block_v in (2048, 4096, 8192):
+        for num_warps in (8, 16, 32):
+            yield LogprobsConfig(block_v, num_warps)
+
+
+@triton.jit
+def _log_sum_exp(logits_ptr, V, BLOCK_V: tl.constexpr):
+    largest = tl.full([], float("-inf"), tl.float32)
+    total = tl.full([], 0.0, tl.float32)
+    for start in range(0, V, BLOCK_V):
+        offs = start + tl.arange(0, BLOCK_V)
+        x = tl.load(logits_ptr + offs, mask=offs < V, other=float("-inf")).to(tl.float32)
+        new = tl.maximum(largest, tl.max(x, 0))
+        # nothing but -inf so far: subtract 0 rather than -inf
+        shift = tl.where(new == float("-inf"), 0.0, new)
+        total = total * tl.exp(largest - shift) + tl.sum(tl.exp(x - shift), 0)
+        largest = new
+    return largest + tl.log(total)
+
+
+@triton.jit
+def _top_logprobs_kernel(
+    logits_ptr, stride_ls,  # [S, V]
+    token_ptr,  # [S]
+    logprob_ptr,  # [S]
+    ids_ptr, stride_is,  # [S, num_top]
+    top_ptr, stride_ts,  # [S, num_top]
+    V, num_top,
+    BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    pid_s = tl.program_id(0).to(tl.int64)
+    logits_ptr += pid_s * stride_ls
+    lse = _log_sum_exp(logits_ptr, V, BLOCK_V)
+    token = tl.load(token_ptr + pid_s).to(tl.int64)
+    x = tl.load(logits_ptr + token, mask=token >= 0, other=0.0).to(tl.float32)
+    tl.store(logprob_ptr + pid_s, tl.where(token >= 0, x - lse, float("-inf")))
+    last_key = tl.full([], 2147483647, tl.int32)
+    last_id = tl.full([], -1, tl.int32)
+    for place in range(num_top):
+        # the next one after (last_key, last_id): one pass a place
+        best = tl.full([], -2147483648, tl.int32)
+        best_id = tl.full([], 0, tl.int32)
+        for start in range(0, V, BLOCK_V):
+            offs = start + tl.arange(0, BLOCK_V)
+            mask_v = offs < V
+            key = ordered(tl.load(logits_ptr + offs, mask=mask_v, other=0.0).to(tl.float32))
+            after = mask_v & ((key < last_key) | ((key == last_key) & (offs > last_id)))
+            key = tl.where(after, key, -2147483648)
+            largest = tl.max(key, 0)
+            first = tl.min(tl.where(after & (key == largest), offs, V), 0)
+            best_id = tl.where(largest > best, first, best_id)
+            best = tl.maximum(best, largest)
+        tl.store(ids_ptr + pid_s * stride_is + place, best_id)
+        tl.store(top_ptr + pid_s * stride_ts + place, unordered(best) - lse)
+        last_key, last_id = best, best_id
+
+
+def _inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
+    logits = randn(case["S"], case["V"], device=device, scale=3.0, seed=seed)
+    token_ids = torch.arange(case["S"], dtype=torch.int32, device=device)
+    return (logits, token_ids), {"num_top": case["top"]}
+
+
+SPEC = KernelSpec(
+    op=top_logprobs, reference=top_logprobs_reference, default=default_config,
+    candidates=candidates,
+    cases=(
+        {"name": "small", "S": 3, "V": 300, "top": 3},
+        {"name": "flash-t1", "S": 1, "V": 129280, "top": 5},
+        {"name": "flash-t50", "S": 50, "V": 129280, "top": 20},
+    ),
+    inputs=_inputs, tolerance=1e-6,
+    bytes_moved=lambda case: 4 * case["S"] * case["V"],
+)  # fmt: skip

@@ -1,5 +1,5 @@
-"""Mutants that these tests catch: eps left out, softmax instead of sigmoid, statistics per stream, scale on
-the base, norm before the sum.
+"""Mutants that these tests catch: eps left out, softmax instead of sigmoid, statistics per stream,
+scale on the base, norm before the sum.
 """
 
 from __future__ import annotations
@@ -72,8 +72,13 @@ def test_strided_and_out(device, run):
 
 def test_extreme_scratch_and_empty(device, run):
     fn, scale, base = parameters(4, 32, device)
-    scratch = torch.zeros(scratch_bytes("hc_head", T=1, hc=4, C=32), dtype=torch.uint8, device=device)
-    for streams in (torch.zeros(1, 4, 32, device=device), randn(1, 4, 32, device=device, scale=1e15)):
+    scratch = torch.zeros(
+        scratch_bytes("hc_head", T=1, hc=4, C=32), dtype=torch.uint8, device=device
+    )
+    for streams in (
+        torch.zeros(1, 4, 32, device=device),
+        randn(1, 4, 32, device=device, scale=1e15),
+    ):
         out = run(hc_head, streams, fn, scale, base * 1e4, scratch=scratch)
         assert_close(out.cpu(), formula(streams, fn, scale, base * 1e4).float(), row_tol=2e-5)
     empty = torch.empty(0, 4, 32, device=device)

@@ -1,6 +1,6 @@
-"""Mutants that these tests catch: comb transposed, sigmoid instead of softmax, post without its factor 2,
-eps left out of pre, eps added to post, 20 full rounds starting with rows, no softmax maximum, mean over C
-instead of hc*C, scales swapped, stream-minor flattening, norm before the sum.
+"""Mutants that these tests catch: comb transposed, sigmoid instead of softmax, post without its
+factor 2, eps left out of pre, eps added to post, 20 full rounds starting with rows, no softmax
+maximum, mean over C instead of hc*C, scales swapped, stream-minor flattening, norm before the sum.
 """
 
 from __future__ import annotations
@@ -75,27 +75,33 @@ def test_many_rows(device, run, lane):
     num_tokens = 40 if lane != "interpreter" else 18
     streams, mixes = randn(num_tokens, 4, 32, device=device), parameters(4, 32, device)
     got = run(hc_pre, streams, *mixes)
-    for a, b in zip(got, formula(streams, *mixes)):
+    for a, b in zip(got, formula(streams, *mixes), strict=True):
         assert_close(a.cpu(), b.float(), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(("eps", "norm_eps", "iters"), [(1e-2, 0.5, 3), (1e-3, 1e-6, 1), (0.0, 0.0, 2)])
+@pytest.mark.parametrize(
+    ("eps", "norm_eps", "iters"), [(1e-2, 0.5, 3), (1e-3, 1e-6, 1), (0.0, 0.0, 2)]
+)
 def test_eps_and_iterations(eps, norm_eps, iters, device, run):
     streams, mixes = randn(2, 4, 64, device=device), parameters(4, 64, device)
     got = run(hc_pre, streams, *mixes, hc_eps=eps, norm_eps=norm_eps, sinkhorn_iters=iters)
     expected = formula(streams, *mixes, eps=eps, norm_eps=norm_eps, iters=iters)
-    for a, b in zip(got, expected):
+    for a, b in zip(got, expected, strict=True):
         assert_close(a.cpu(), b.float(), rtol=1e-5, atol=1e-6)
 
 
 def test_norm_is_that_of_the_rounded_sum(device, run):
-    streams, mixes = randn(3, 4, 128, dtype=torch.bfloat16, device=device), parameters(4, 128, device)
+    streams, mixes = (
+        randn(3, 4, 128, dtype=torch.bfloat16, device=device),
+        parameters(4, 128, device),
+    )
     weight = randn(128, dtype=torch.bfloat16, device=device, seed=3)
     plain = run(hc_pre, streams, *mixes)
     got = run(hc_pre, streams, *mixes, norm_weight=weight, norm_eps=1e-6)
     expected = normed(plain[0].cpu(), weight, 1e-6, torch.bfloat16).to(torch.bfloat16)
     assert_close(got[0].cpu(), expected, max_ulp=1)
-    assert torch.equal(got[1], plain[1]) and torch.equal(got[2], plain[2])
+    assert torch.equal(got[1], plain[1])
+    assert torch.equal(got[2], plain[2])
 
 
 def test_a_row_does_not_depend_on_the_others(device, run, lane):
@@ -105,7 +111,7 @@ def test_a_row_does_not_depend_on_the_others(device, run, lane):
     whole = hc_pre(streams[: sizes[-1]], *mixes, norm_weight=weight)
     for n in sizes:
         part = run(hc_pre, streams[:n], *mixes, norm_weight=weight)
-        assert all(torch.equal(a, b[:n]) for a, b in zip(part, whole)), n
+        assert all(torch.equal(a, b[:n]) for a, b in zip(part, whole, strict=True)), n
 
 
 def test_extreme_inputs(device, run):
@@ -114,7 +120,7 @@ def test_extreme_inputs(device, run):
     for streams in (zeros, zeros + 1e15, randn(1, 4, 32, device=device, scale=1e-15)):
         for factor in (1.0, 1e4):
             got = run(hc_pre, streams, fn, scale, base * factor)
-            for a, b in zip(got, formula(streams, fn, scale, base * factor)):
+            for a, b in zip(got, formula(streams, fn, scale, base * factor), strict=True):
                 assert_close(a.cpu(), b.float(), rtol=2e-4, atol=1e-6)
 
 
@@ -128,16 +134,18 @@ def test_strided_inputs_and_outputs(device, run):
         torch.empty(3, 4, 7, device=device)[:, :, 1:5],
     )
     result = run(hc_pre, wide, fn_view, scale, base, out=out)
-    assert all(a is b for a, b in zip(result, out))
-    for a, b in zip(out, formula(wide, fn, scale, base)):
+    assert all(a is b for a, b in zip(result, out, strict=True))
+    for a, b in zip(out, formula(wide, fn, scale, base), strict=True):
         assert_close(a.cpu(), b.float(), rtol=1e-5, atol=1e-6)
 
 
 def test_scratch(device, run):
     streams, mixes = randn(2, 4, 64, device=device), parameters(4, 64, device)
-    scratch = torch.zeros(scratch_bytes("hc_pre", T=2, hc=4, C=64), dtype=torch.uint8, device=device)
+    scratch = torch.zeros(
+        scratch_bytes("hc_pre", T=2, hc=4, C=64), dtype=torch.uint8, device=device
+    )
     got = run(hc_pre, streams, *mixes, scratch=scratch)
-    assert all(torch.equal(a, b) for a, b in zip(got, hc_pre(streams, *mixes)))
+    assert all(torch.equal(a, b) for a, b in zip(got, hc_pre(streams, *mixes), strict=True))
     assert not scratch[: 64 * 1024].any()
     with pytest.raises(ValueError, match="hc_pre: scratch is 8 bytes, expected at least"):
         hc_pre(streams, *mixes, scratch=scratch[:8])
@@ -155,14 +163,18 @@ def test_model_shape(device, run):
     streams = randn(64, 4, 4096, dtype=torch.bfloat16, device=device)
     mixes, weight = parameters(4, 4096, device), randn(4096, device=device, seed=3)
     got = run(hc_pre, streams, *mixes, norm_weight=weight)
-    for a, b in zip(got, hc_pre_reference(streams, *mixes, norm_weight=weight)):
+    for a, b in zip(got, hc_pre_reference(streams, *mixes, norm_weight=weight), strict=True):
         assert_close(a, b, row_tol=8e-3)
 
 
 @pytest.mark.parametrize(
     ("kwargs", "kind", "text"),
     [
-        ({"streams": torch.zeros(2, 32)}, ValueError, r"streams is \(2, 32\), expected \[T, hc, C\]"),
+        (
+            {"streams": torch.zeros(2, 32)},
+            ValueError,
+            r"streams is \(2, 32\), expected \[T, hc, C\]",
+        ),
         ({"streams": torch.zeros(2, 4, 8).double()}, TypeError, "streams is float64"),
         ({"fn": torch.zeros(24, 31)}, ValueError, r"fn is \(24, 31\), expected"),
         ({"fn": torch.zeros(24, 32).half()}, TypeError, "fn is float16, expected float32"),

@@ -1,7 +1,7 @@
 """The host side of the mixes: a row has the same bits in Python floats and in tensors.
 
-Mutants that these tests catch: a sum taken from the right, division in one path and the reciprocal in the
-other, torch's own exp in the tensor path, one row step too many, rows and columns swapped.
+Mutants that these tests catch: a sum taken from the right, division in one path and the reciprocal
+in the other, torch's own exp in the tensor path, one row step too many, rows and columns swapped.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def formula(logits, eps, iters):
 def test_floats_and_tensors_agree_bit_for_bit(hc, iters, scale):
     logits = randn(200, hc, hc, scale=scale, seed=hc).double()
     rows = sinkhorn.sinkhorn_rows(logits, 1e-6, iters)
-    for row, matrix in zip(logits, rows):
+    for row, matrix in zip(logits, rows, strict=True):
         values = sinkhorn.sinkhorn(row.flatten().tolist(), hc, 1e-6, iters)
         assert values == matrix.flatten().tolist()
         expected = formula(row, 1e-6, iters)
@@ -46,7 +46,9 @@ def test_sigmoids_agree_bit_for_bit(scale):
     for i in range(100):
         row = sinkhorn.sigmoids(mix[i].tolist(), rms[i].item(), 1.3, base.tolist(), 2.0, 1e-6)
         assert row == rows[i].tolist()
-        z = [m * rms[i].item() * 1.3 + b for m, b in zip(mix[i].tolist(), base.tolist())]
+        z = [
+            m * rms[i].item() * 1.3 + b for m, b in zip(mix[i].tolist(), base.tolist(), strict=True)
+        ]
         expected = [2 / (1 + math.exp(-v)) + 1e-6 if v > -700 else 1e-6 for v in z]
         assert row == pytest.approx(expected, rel=1e-12)
 
@@ -65,4 +67,4 @@ def test_narrow_products_do_not_depend_on_the_number_of_rows():
         whole = sinkhorn.project_reference(streams, fn)
         for n in range(1, 9):
             part = sinkhorn.project_reference(streams[:n], fn)
-            assert all(torch.equal(a, b[:n]) for a, b in zip(part, whole))
+            assert all(torch.equal(a, b[:n]) for a, b in zip(part, whole, strict=True))

@@ -1,5 +1,5 @@
-"""Mutants that these tests catch: unstable order within an expert, no padding, expert of an empty block,
--1 counted as an expert, count without padding, tail left unwritten.
+"""Mutants that these tests catch: unstable order within an expert, no padding, expert of an empty
+block, -1 counted as an expert, count without padding, tail left unwritten.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def test_strided_ids_and_out(device, run):
         torch.empty(n, dtype=torch.int32, device=device) for n in ((24 + 5 * 3 + 3) // 4 * 4, 10, 1)
     )
     result = run(moe_align, wide[::2, 4:8], num_experts=5, block_m=4, out=out)
-    assert all(a is b for a, b in zip(result, out))
+    assert all(a is b for a, b in zip(result, out, strict=True))
     ids, experts, count = model(wide[::2, 4:8], 5, 4)
     assert (out[0].tolist(), out[1].tolist(), out[2].item()) == (ids, experts, count)
 
@@ -79,14 +79,16 @@ def test_strided_ids_and_out(device, run):
 def test_empty_launches_nothing(device, run):
     topk_ids = torch.empty(0, 4, dtype=torch.int32, device=device)
     ids, experts, count = run(moe_align, topk_ids, num_experts=3, block_m=4, launched=False)
-    assert ids.tolist() == [0] * 12 and experts.tolist() == [-1] * 3 and count.item() == 0
+    assert ids.tolist() == [0] * 12
+    assert experts.tolist() == [-1] * 3
+    assert count.item() == 0
 
 
 @pytest.mark.gpu
 def test_model_shape(device, run):
     topk_ids = random_ids(3456, 6, 256, device)
     out = run(moe_align, topk_ids, num_experts=256, block_m=64)
-    for a, b in zip(out, moe_align_reference(topk_ids, num_experts=256, block_m=64)):
+    for a, b in zip(out, moe_align_reference(topk_ids, num_experts=256, block_m=64), strict=True):
         assert torch.equal(a, b)
 
 

@@ -1,5 +1,5 @@
-"""Mutants that these tests catch: ids sorted by score, duplicates merged, no normalization, table row of
-the position instead of the token id, ids of padded rows read.
+"""Mutants that these tests catch: ids sorted by score, duplicates merged, no normalization, table
+row of the position instead of the token id, ids of padded rows read.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ftkernels.testing import assert_close, randn
 
 def formula(logits, token_ids, table, route_scale):
     weights, ids = [], []
-    for row, token in zip(logits.double().tolist(), token_ids.tolist()):
+    for row, token in zip(logits.double().tolist(), token_ids.tolist(), strict=True):
         experts = table[token].tolist()
         scores = [math.sqrt(math.log1p(math.exp(row[e]))) for e in experts]
         weights.append([s / math.fsum(scores) * route_scale for s in scores])
@@ -23,7 +23,9 @@ def formula(logits, token_ids, table, route_scale):
     return torch.tensor(weights, dtype=torch.float32), torch.tensor(ids, dtype=torch.int32)
 
 
-def case(device, *, rows=5, num_experts=16, topk=4, token_dtype=torch.int32, table_dtype=torch.int64):
+def case(
+    device, *, rows=5, num_experts=16, topk=4, token_dtype=torch.int32, table_dtype=torch.int64
+):
     logits = randn(rows, num_experts, device=device, scale=3.0)
     generator = torch.Generator().manual_seed(1)
     table = torch.randint(num_experts, (50, topk), generator=generator).to(table_dtype)
@@ -56,10 +58,9 @@ def test_other_scores(score, device, run):
 
 def test_duplicates_keep_their_own_weight(device, run):
     table = torch.tensor([[2, 0, 2]], device=device)
-    weights, ids = run(
-        route_hash, torch.zeros(1, 4, device=device), torch.zeros(1, dtype=torch.int64, device=device),
-        table, route_scale=3.0,
-    )  # fmt: skip
+    token_ids = torch.zeros(1, dtype=torch.int64, device=device)
+    logits = torch.zeros(1, 4, device=device)
+    weights, ids = run(route_hash, logits, token_ids, table, route_scale=3.0)
     assert ids.tolist() == [[2, 0, 2]]
     assert weights[0].tolist() == pytest.approx([1.0, 1.0, 1.0])
 
@@ -72,7 +73,8 @@ def test_padded_rows_are_skipped_and_their_ids_unread(device, run):
     weights, ids = run(route_hash, logits, token_ids, table, num_tokens=count)
     assert_close(weights[:3], expected[0][:3], rtol=2e-6)
     assert_close(ids[:3], expected[1][:3])
-    assert (ids[3:] == -1).all() and (weights[3:] == 0).all()
+    assert (ids[3:] == -1).all()
+    assert (weights[3:] == 0).all()
 
 
 def test_a_row_does_not_depend_on_the_others(device, run):
@@ -80,7 +82,8 @@ def test_a_row_does_not_depend_on_the_others(device, run):
     whole = route_hash(logits, token_ids, table)
     for n in range(1, 9):
         part = run(route_hash, logits[:n], token_ids[:n], table)
-        assert torch.equal(part[0], whole[0][:n]) and torch.equal(part[1], whole[1][:n])
+        assert torch.equal(part[0], whole[0][:n])
+        assert torch.equal(part[1], whole[1][:n])
 
 
 def test_strided_and_empty(device, run):
@@ -107,7 +110,11 @@ def test_strided_and_empty(device, run):
     ],
 )
 def test_refusals(place, value, kind, text):
-    args = [torch.zeros(2, 4), torch.zeros(2, dtype=torch.int32), torch.zeros(5, 2, dtype=torch.int32)]
+    args = [
+        torch.zeros(2, 4),
+        torch.zeros(2, dtype=torch.int32),
+        torch.zeros(5, 2, dtype=torch.int32),
+    ]
     kwargs = {place: value} if isinstance(place, str) else {}
     if not kwargs:
         args[place] = value

@@ -26,7 +26,9 @@ def formula(logits, bias, topk, route_scale, score):
     weights, ids = [], []
     for row in logits.double().tolist():
         scores = [score_of(x, row, score) for x in row]
-        biased = [s + (0.0 if bias is None else b) for s, b in zip(scores, bias or scores)]
+        biased = [
+            s + (0.0 if bias is None else b) for s, b in zip(scores, bias or scores, strict=True)
+        ]
         order = sorted(range(len(row)), key=lambda e: (-biased[e], e))[:topk]
         total = sum(scores[e] for e in order)
         weights.append([scores[e] / total * route_scale for e in order])
@@ -93,7 +95,8 @@ def test_rows_past_num_tokens_are_skipped(used, device, run):
     expected = route_topk_reference(logits, None, topk=4)
     assert_close(weights[:used], expected[0][:used], rtol=2e-6)
     assert_close(ids[:used], expected[1][:used])
-    assert (ids[used:] == -1).all() and (weights[used:] == 0).all()
+    assert (ids[used:] == -1).all()
+    assert (weights[used:] == 0).all()
 
 
 def test_a_row_does_not_depend_on_the_others(device, run):
@@ -101,7 +104,8 @@ def test_a_row_does_not_depend_on_the_others(device, run):
     whole = route_topk(logits, bias, topk=5, route_scale=2.5)
     for n in range(1, 9):
         part = run(route_topk, logits[:n], bias, topk=5, route_scale=2.5)
-        assert torch.equal(part[0], whole[0][:n]) and torch.equal(part[1], whole[1][:n])
+        assert torch.equal(part[0], whole[0][:n])
+        assert torch.equal(part[1], whole[1][:n])
 
 
 def test_strided_rows_and_out(device, run):
@@ -111,7 +115,8 @@ def test_strided_rows_and_out(device, run):
         torch.empty(3, 9, dtype=torch.int32, device=device)[:, 5:],
     )
     result = run(route_topk, wide[::2, 20:], None, topk=4, out=out)
-    assert result[0] is out[0] and result[1] is out[1]
+    assert result[0] is out[0]
+    assert result[1] is out[1]
     expected = route_topk_reference(wide[::2, 20:].contiguous(), None, topk=4)
     assert_close(out[0], expected[0], rtol=2e-6)
     assert_close(out[1], expected[1])
