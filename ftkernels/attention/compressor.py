@@ -127,6 +127,10 @@ def _pool_csa(
         p = torch.exp(z - z.amax(dim=1, keepdim=True))
         rows = (p * v).sum(dim=1) / p.sum(dim=1)
     kept = range(max(pos0, end - _RING), end)
+    if num_new == 1:
+        state[0, pos0 % _RING] = kv[0]
+        state[1, pos0 % _RING] = gate[0]
+        return rows
     places = [p % _RING for p in kept]
     state[0, places] = kv[-len(places) :]
     state[1, places] = gate[-len(places) :]
@@ -145,7 +149,8 @@ def _pool_hca(
     running[0] = float("-inf")
     if pos0 % HCA_RATIO:
         running[:, 0] = state[(pos0 - 1) % 2]
-    for offset in range(HCA_RATIO):
+    offsets = range(HCA_RATIO) if num_new > 1 else (pos0 % HCA_RATIO,)
+    for offset in offsets:
         # windows whose token at this offset is new: a contiguous run of them
         lo = first if HCA_RATIO * first + offset >= pos0 else first + 1
         hi = last if HCA_RATIO * last + offset < end else last - 1
@@ -177,7 +182,7 @@ def _finish(
     dtype = torch.float32 if pool.dtype == torch.float32 else torch.bfloat16
     numbers = torch.arange(first, first + rows.shape[0], device=rows.device)
     rows = rms_norm(rows.to(dtype), norm_weight, eps=eps)
-    rows = apply_rope(rows, numbers * ratio, cos, sin)
+    rows = apply_rope(rows, numbers * ratio, cos, sin, out=rows)
     per_page = pool.shape[1]
     where = pages[numbers // per_page].long()
     if store == "index":

@@ -13,7 +13,7 @@ from ftkernels.attention.dense import Pools, check_queries, softmax_mix
 from ftkernels.attention.merge import outputs
 from ftkernels.attention.prefill import SPEC as _PREFILL
 from ftkernels.attention.prefill import Result
-from ftkernels.linear.linear import matmul_rows
+from ftkernels.linear.linear import matmul_rows, wide
 from ftkernels.rope.rope import apply_rope
 from ftkernels.spec import Case, Inputs, KernelSpec
 
@@ -86,7 +86,7 @@ def mla_decode_reference(
         mixed, total = _attend(q[s], pools, s, length, picks, softmax_scale, sink, return_lse)
         if cos is not None and sin is not None:
             position = torch.tensor([length - 1], device=q.device)
-            mixed = apply_rope(mixed, position, cos, sin, inverse=True)
+            mixed = apply_rope(mixed, position, cos, sin, inverse=True, out=mixed)
         result[s] = mixed[0]
         if lse is not None and total is not None:
             lse[s] = total[0]
@@ -97,8 +97,7 @@ def _attend(
     q: torch.Tensor, pools: Pools, s: int, length: int, picks: torch.Tensor | None, scale: float,
     sink: torch.Tensor | None, return_lse: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
-    positions = torch.arange(max(0, length - pools.window), length, device=q.device)
-    rows = pools.window_rows(s, positions)
+    rows = pools.newest_rows(s, length)
     if pools.cmp_kv is not None:
         if picks is None:
             numbers = torch.arange(length // pools.compress_ratio, device=q.device)
@@ -106,7 +105,7 @@ def _attend(
             numbers = picks[picks >= 0]
         if numbers.shape[0]:
             rows = torch.cat((rows, pools.compressed_rows(s, numbers)))
-    scores = matmul_rows(q.float(), rows)[None] * scale
+    scores = matmul_rows(wide(q), rows)[None].mul_(scale)
     return softmax_mix(scores, rows, sink, return_lse)
 
 

@@ -8,6 +8,7 @@ import torch
 
 from ftkernels import check
 from ftkernels.attention.pools import check_pool, read_rows
+from ftkernels.linear.linear import matmul_rows, wide
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,20 @@ class Pools:
         """Rows at ``positions [n]``, fp32; zeros where the page is -1 or the position negative."""
         size = self.window_kv.shape[1]
         return _gather(self.window_kv, self.window_block_table[s], positions, size, self.kv_format)
+
+    def newest_rows(self, s: int, length: int) -> torch.Tensor:
+        """Rows the token at ``length - 1`` sees of its window, fp32, in order."""
+        size = self.window_kv.shape[1]
+        low = max(0, length - self.window)
+        first, last = low // size, (length - 1) // size
+        pages = self.window_block_table[s, first : last + 1].tolist()
+        if self.kv_format != "bf16":
+            return self.window_rows(s, torch.arange(low, length, device=self.window_kv.device))
+        parts = [
+            self.window_kv[page, max(0, low - logical * size) : length - logical * size]
+            for logical, page in enumerate(pages, start=first)
+        ]
+        return wide(torch.cat(parts) if len(parts) > 1 else parts[0])
 
     def compressed_rows(self, s: int, numbers: torch.Tensor) -> torch.Tensor:
         """Compressed rows ``numbers [n]``, fp32; zeros where there is none."""
@@ -88,12 +103,15 @@ def softmax_mix(
     largest = scores.amax(dim=-1, keepdim=True)
     if sink is not None:
         largest = torch.maximum(largest, sink[:, None])
-    elif scores.shape[-1]:
+    else:
         largest = torch.where(largest.isinf(), torch.zeros_like(largest), largest)
-    p = torch.exp(scores - largest)
+    p = torch.exp_(scores - largest)
     keys = p.sum(dim=-1, keepdim=True)
-    total = keys if sink is None else keys + torch.exp(sink[:, None] - largest)
-    mixed = _mix(p, rows) / torch.where(total > 0, total, 1.0)
+    if sink is not None:
+        total = keys + torch.exp_(sink[:, None] - largest)
+    else:
+        total = torch.where(keys > 0, keys, 1.0)
+    mixed = _mix(p, rows).div_(total)
     return mixed, (torch.log(keys) + largest).squeeze(-1) if return_lse else None
 
 
@@ -101,8 +119,4 @@ def _mix(p: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     batch, heads, count = p.shape
     if rows.ndim == 3:
         return torch.bmm(p, rows)
-    flat = p.reshape(batch * heads, count)
-    pad = max(0, 4 - flat.shape[0])
-    if pad:
-        flat = torch.nn.functional.pad(flat, (0, 0, 0, pad))
-    return (flat @ rows)[: batch * heads].view(batch, heads, -1)
+    return matmul_rows(p.reshape(batch * heads, count), rows.t()).view(batch, heads, -1)

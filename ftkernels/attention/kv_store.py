@@ -64,14 +64,20 @@ def store_kv_reference(
     if norm_weight is not None:
         kv = rms_norm(kv, norm_weight, eps=eps)
     if positions is not None and cos is not None and sin is not None:
-        kv = apply_rope(kv, positions, cos, sin)
+        # a normed row is a copy already
+        kv = apply_rope(kv, positions, cos, sin, out=None if norm_weight is None else kv)
     if round_trip and kv_format == "bf16":
         kv = quant_round_trip(kv, fmt="fp8", group=KV_GROUP, channels=head_dim - rope_dim)
-    slots = slot_mapping.long()
-    live = slots >= 0
-    if not bool(live.all()):
-        slots, kv = slots[live], kv[live]
     rows = pool.shape[1]
+    if num_tokens == 1 and kv_format == "bf16":
+        slot = int(slot_mapping)
+        if slot >= 0:
+            pool[slot // rows, slot % rows] = kv[0]
+        return
+    slots = slot_mapping.long()
+    if int(slots.min()) < 0:
+        live = slots >= 0
+        slots, kv = slots[live], kv[live]
     write_rows(pool, slots // rows, slots % rows, kv, kv_format)
 
 
@@ -108,10 +114,10 @@ def load_kv_reference(
     check_pool(op, "pool", pool, kv_format, head_dim, rope_dim, pool)
     check.tensor(op, "slots", slots, check.INTS, (None,), "[N]", pool)
     out = check.output(op, out, (slots.shape[0], head_dim), like=pool, dtype=dtype)
-    wide, rows = slots.long(), pool.shape[1]
-    live = wide >= 0
+    numbers, rows = slots.long(), pool.shape[1]
+    live = numbers >= 0
     out.zero_()
-    kept = wide[live]
+    kept = numbers[live]
     out[live] = read_rows(pool, kept // rows, kept % rows, kv_format).to(dtype)
     return out
 

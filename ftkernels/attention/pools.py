@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from ftkernels import check
+from ftkernels.linear.linear import wide
 from ftkernels.quant.act_quant import quantize_fp8
 from ftkernels.quant.weight_quant import dequantize_fp4, dequantize_fp8, quantize_fp4
 
@@ -111,14 +112,14 @@ def read_rows(
 ) -> torch.Tensor:
     """KV rows in fp32, ``[N, D]``; every page must be live."""
     if kv_format == "bf16":
-        return pool[pages, rows].float()
+        return wide(pool[pages, rows])
     data = _part(pool, 0, _DATA)[pages, rows]
     scales = _part(pool, pool.shape[1] * _DATA, _SCALES)[pages, rows]
     values = data[:, :_VALUES].contiguous().view(torch.float8_e4m3fn)
     scales = scales[:, : _VALUES // KV_GROUP].contiguous()
-    wide = dequantize_fp8(values, scales, group=KV_GROUP, dtype=torch.float32)
+    unrotated = dequantize_fp8(values, scales, group=KV_GROUP, dtype=torch.float32)
     rotated = data[:, _VALUES:].contiguous().view(torch.bfloat16).float()
-    return torch.cat((wide, rotated), dim=1)
+    return torch.cat((unrotated, rotated), dim=1)
 
 
 def write_rows(
@@ -126,7 +127,7 @@ def write_rows(
 ) -> None:
     """Store ``kv [N, D]``; the packed format quantizes."""
     if kv_format == "bf16":
-        pool[pages, rows] = kv.to(pool.dtype)
+        pool[pages, rows] = kv if kv.dtype == pool.dtype else kv.to(pool.dtype)
         return
     values, scales = quantize_fp8(kv[:, :_VALUES].contiguous(), group=KV_GROUP)
     rotated = kv[:, _VALUES:].to(torch.bfloat16).contiguous().view(torch.uint8)

@@ -15,7 +15,7 @@ from ftkernels.attention.dense import Pools, check_queries, softmax_mix
 from ftkernels.attention.merge import outputs
 from ftkernels.attention.pools import empty_pool
 from ftkernels.attention.ragged import sequences
-from ftkernels.linear.linear import matmul_rows
+from ftkernels.linear.linear import matmul_rows, wide
 from ftkernels.rope.rope import apply_rope
 from ftkernels.spec import Case, Inputs, KernelSpec
 from ftkernels.testing import randn
@@ -99,7 +99,7 @@ def mla_prefill_reference(
             mixed, total = _attend(q[rows], pools, s, block, lo, picks, softmax_scale, sink, return_lse)
             if cos is not None and sin is not None:
                 positions = torch.arange(lo, hi, device=q.device)
-                mixed = apply_rope(mixed, positions, cos, sin, inverse=True)
+                mixed = apply_rope(mixed, positions, cos, sin, inverse=True, out=mixed)
             result[rows] = mixed.to(q.dtype)
             if lse is not None and total is not None:
                 lse[rows] = total
@@ -113,7 +113,7 @@ def _attend(
     """Queries at ``lo..`` of one aligned block over the block's fixed range of keys."""
     num, heads, dim = q.shape
     positions = torch.arange(lo, lo + num, device=q.device)[:, None]
-    flat = q.float().reshape(num * heads, dim)
+    flat = wide(q).reshape(num * heads, dim)
     start = _QUERY_BLOCK * block - pools.window + 1
     keys = torch.arange(start, _QUERY_BLOCK * (block + 1), device=q.device)
     seen = (keys <= positions) & (keys > positions - pools.window) & (keys >= 0)
@@ -132,7 +132,7 @@ def _attend(
         return softmax_mix(scores, rows, sink, return_lse)
     chosen = pools.compressed_rows(s, picks.long().clamp_min(0).flatten())
     chosen = _live(chosen, picks.reshape(1, -1) >= 0).view(num, -1, dim)
-    extra = torch.bmm(_padded(q.float()), chosen.transpose(1, 2))[:, :heads] * scale
+    extra = torch.bmm(_padded(wide(q)), chosen.transpose(1, 2))[:, :heads] * scale
     extra = extra.masked_fill((picks < 0)[:, None], float("-inf"))
     both = torch.cat((rows.expand(num, -1, -1), chosen), dim=1)
     return softmax_mix(torch.cat((scores, extra), dim=2), both, sink, return_lse)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from ftkernels import check
-from ftkernels.linear.linear import matmul_rows
+from ftkernels.linear.linear import matmul_rows, wide
 from ftkernels.norm.rms_norm import rms_norm
 from ftkernels.quant.round_trip import quant_round_trip
 from ftkernels.quant.weight_quant import dequantize_fp8
@@ -64,15 +64,17 @@ def fp8_linear_reference(
     if out is not None:
         check.output(op, out, (rows.shape[0], weight.shape[0]), like=rows, dtype=out_dtype)
     if dense is None:
-        wide = dequantize_fp8(x[0], x[1], group=BLOCK, dtype=torch.float32)
+        operand = dequantize_fp8(x[0], x[1], group=BLOCK, dtype=torch.float32)
     else:
         if norm_weight is not None:
             dense = rms_norm(dense, norm_weight, eps=eps)
-        wide = dense.float()
+        operand = wide(dense)
         if activation == "fp8":
-            wide = quant_round_trip(wide, fmt="fp8", group=BLOCK)
-    result = matmul_rows(wide, widen_weight(weight, weight_scale))
-    return result.to(out_dtype) if out is None else out.copy_(result)
+            operand = quant_round_trip(operand, fmt="fp8", group=BLOCK)
+    result = matmul_rows(operand, widen_weight(weight, weight_scale))
+    if out is not None:
+        return out.copy_(result)
+    return result if out_dtype == torch.float32 else result.to(out_dtype)
 
 
 def check_weight(
@@ -90,7 +92,7 @@ def check_weight(
 def widen_weight(weight: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
     """``weight`` in fp32, its block scales applied."""
     if scale is None:
-        return weight.float()
+        return wide(weight)
     return dequantize_fp8(weight, scale, group=(BLOCK, BLOCK), dtype=torch.float32)
 
 

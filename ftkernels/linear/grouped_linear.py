@@ -10,7 +10,7 @@ import torch
 
 from ftkernels import check
 from ftkernels.linear.fp8_linear import BLOCK, widen_weight
-from ftkernels.linear.linear import batched_matmul_rows
+from ftkernels.linear.linear import batched_matmul_rows, wide
 from ftkernels.spec import Case, Inputs, KernelSpec
 from ftkernels.testing import randn
 
@@ -62,7 +62,7 @@ def grouped_linear_reference(
         weight = weight.view(groups, rank, k)
     if out is not None:
         check.output(op, out, (x.shape[0], groups, rank), like=x, dtype=dtype)
-    result = batched_matmul_rows(x.float().transpose(0, 1), weight.float()).transpose(0, 1)
+    result = batched_matmul_rows(wide(x).transpose(0, 1), wide(weight)).transpose(0, 1)
     return result.to(dtype) if out is None else out.copy_(result)
 
 

@@ -42,11 +42,18 @@ def linear(
     dtype = out_dtype or x.dtype
     if out is not None:
         out = check.output(op, out, size, like=x, dtype=dtype, inputs=(weight,))
-    result = matmul_rows(x.float(), weight.float())
-    return result.to(dtype) if out is None else out.copy_(result)
+    result = matmul_rows(wide(x), wide(weight))
+    if out is not None:
+        return out.copy_(result)
+    return result if dtype == torch.float32 else result.to(dtype)
 
 
 linear_reference = linear
+
+
+def wide(x: torch.Tensor) -> torch.Tensor:
+    """``x`` in fp32, itself when it is."""
+    return x if x.dtype == torch.float32 else x.float()
 
 
 def matmul_rows(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -57,7 +64,7 @@ def matmul_rows(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     num_rows = x.shape[0]
     if num_rows >= _MIN_ROWS or x.device.type != "cpu":
         return F.linear(x, weight)
-    return F.linear(F.pad(x, (0, 0, 0, _MIN_ROWS - num_rows)), weight)[:num_rows]
+    return F.linear(torch.constant_pad_nd(x, (0, 0, 0, _MIN_ROWS - num_rows)), weight)[:num_rows]
 
 
 def batched_matmul_rows(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -65,7 +72,7 @@ def batched_matmul_rows(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     num_rows = x.shape[1]
     if num_rows >= _MIN_ROWS or x.device.type != "cpu":
         return torch.bmm(x, weight.transpose(1, 2))
-    padded = F.pad(x, (0, 0, 0, _MIN_ROWS - num_rows))
+    padded = torch.constant_pad_nd(x, (0, 0, 0, _MIN_ROWS - num_rows))
     return torch.bmm(padded, weight.transpose(1, 2))[:, :num_rows]
 
 

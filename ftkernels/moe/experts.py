@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from ftkernels import check
-from ftkernels.linear.linear import matmul_rows
+from ftkernels.linear.linear import matmul_rows, wide
 from ftkernels.moe.swiglu import swiglu_clamp_reference
 from ftkernels.quant.pack import unpack_fp4
 from ftkernels.quant.round_trip import quant_round_trip
@@ -73,8 +73,8 @@ def widen_x(x: torch.Tensor, x_scale: torch.Tensor | None, activation: str) -> t
     if x_scale is not None:
         return dequantize_fp8(x, x_scale, group=ACT_GROUP, dtype=torch.float32)
     if activation == "bf16":
-        return x.float()
-    return quant_round_trip(x.float(), fmt="fp8", group=ACT_GROUP)
+        return wide(x)
+    return quant_round_trip(wide(x), fmt="fp8", group=ACT_GROUP)
 
 
 def slots_of(ids: Sequence[int], slot_of_expert: torch.Tensor | None) -> list[int]:
@@ -105,26 +105,15 @@ def expert_products(
     if packed and scale is not None:
         weight, scale = unpack_fp4(weight, scale)
     routes: list[int] = []
-    products: list[torch.Tensor] = []
-    shared = matmul_input(rows) if rows.shape[0] == 1 else None
-    for slot in sorted(by_slot):
-        mine = by_slot[slot]
-        matrix = weight[slot].float() if scale is None else _widen(weight[slot], scale[slot])
-        if shared is not None:
-            # one token: its padded row serves every expert
-            product = matmul_rows(shared, matrix)[:1]
-            products.append(product if len(mine) == 1 else product.expand(len(mine), -1))
-        else:
-            products.append(matmul_rows(rows[[row_of_route[q] for q in mine]], matrix))
+    products = rows.new_empty(sum(map(len, by_slot.values())), weight.shape[1])
+    for slot, mine in sorted(by_slot.items()):
+        matrix = wide(weight[slot]) if scale is None else _widen(weight[slot], scale[slot])
+        places = [row_of_route[q] for q in mine]
+        taken = rows[places[0]][None] if len(places) == 1 else rows[places]
+        done = len(routes)
+        products[done : done + len(mine)] = matmul_rows(taken, matrix)
         routes.extend(mine)
-    if not products:
-        return [], rows.new_empty(0, weight.shape[1])
-    return routes, torch.cat(products)
-
-
-def matmul_input(row: torch.Tensor) -> torch.Tensor:
-    """One row padded to the four that make CPU products row-invariant."""
-    return torch.nn.functional.pad(row, (0, 0, 0, 3)) if row.device.type == "cpu" else row
+    return routes, products
 
 
 def finish_routes(

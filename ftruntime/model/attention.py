@@ -12,16 +12,15 @@ from ftruntime.kvcache.storage import LayerKV
 from ftruntime.model.batch import ForwardBatch
 from ftruntime.model.compressor import Compressor, Indexer, Tables
 from ftruntime.model.config import ModelConfig
-from ftruntime.model.linear import Fp8Linear
+from ftruntime.model.linear import Fp8Linear, Fp32Linear
 from ftruntime.model.numerics import Numerics
 
 
 @dataclass(frozen=True)
 class Attention:
-    wq_a: Fp8Linear
+    wq_a_wkv: Fp8Linear
     q_norm: torch.Tensor
     wq_b: Fp8Linear
-    wkv: Fp8Linear
     kv_norm: torch.Tensor
     wo_a: torch.Tensor
     wo_a_scale: torch.Tensor | None
@@ -29,6 +28,8 @@ class Attention:
     sink: torch.Tensor
     compressor: Compressor | None
     indexer: Indexer | None
+    projections: Fp32Linear | None
+    widths: tuple[int, ...]
     ratio: int
     config: ModelConfig
     numerics: Numerics
@@ -38,24 +39,29 @@ class Attention:
         prefix, ratio = f"layers.{layer}.attn", config.compress_ratios[layer]
         t, output = weights.tensors, weights.linears[f"{prefix}.wo_a"]
         store = "kv" if numerics.round_trips else "raw"
+        compressor = indexer = None
+        parts: list[torch.Tensor] = []
+        if ratio:
+            compressor = Compressor.of(weights, f"{prefix}.compressor", ratio, store, config)
+            parts += [compressor.wkv, compressor.wgate]
+        if ratio == 4:
+            indexer = Indexer.of(weights, f"{prefix}.indexer", config, numerics)
+            inner = indexer.compressor
+            parts += [inner.wkv, inner.wgate, indexer.weights_proj]
+        # matrices over the same input are one product: those in FP8, and those in fp32
+        latent = (weights.linears[f"{prefix}.wq_a"], weights.linears[f"{prefix}.wkv"])
         return Attention(
-            wq_a=Fp8Linear.of(weights, f"{prefix}.wq_a", numerics),
+            wq_a_wkv=Fp8Linear.stacked(*latent, numerics),
             q_norm=t[f"{prefix}.q_norm.weight"],
             wq_b=Fp8Linear.of(weights, f"{prefix}.wq_b", numerics),
-            wkv=Fp8Linear.of(weights, f"{prefix}.wkv", numerics),
             kv_norm=t[f"{prefix}.kv_norm.weight"],
             wo_a=output.weight.view(config.o_groups, config.o_lora_rank, -1),
             wo_a_scale=output.scale,
             wo_b=Fp8Linear.of(weights, f"{prefix}.wo_b", numerics),
             sink=t[f"{prefix}.attn_sink"],
-            compressor=(
-                Compressor.of(weights, f"{prefix}.compressor", ratio, store, config)
-                if ratio else None
-            ),
-            indexer=(
-                Indexer.of(weights, f"{prefix}.indexer", config, numerics) if ratio == 4 else None
-            ),
-            ratio=ratio, config=config, numerics=numerics,
+            compressor=compressor, indexer=indexer,
+            projections=Fp32Linear.stacked(parts) if parts else None,
+            widths=tuple(part.shape[0] for part in parts), ratio=ratio, config=config, numerics=numerics,
         )  # fmt: skip
 
     def __call__(
@@ -63,27 +69,37 @@ class Attention:
     ) -> torch.Tensor:
         """Normed input ``[T, C]`` to the sublayer's output ``[T, C]``."""
         config, eps = self.config, self.config.rms_norm_eps
-        q_rank = ftkernels.rms_norm(self.wq_a(x), self.q_norm, eps=eps)
+        latent, row = self.wq_a_wkv(x).split((config.q_lora_rank, config.head_dim), dim=1)
+        q_rank = ftkernels.rms_norm(latent, self.q_norm, eps=eps)
         q = self.wq_b(q_rank).view(-1, config.num_attention_heads, config.head_dim)
-        q = ftkernels.apply_rope(
-            ftkernels.rms_norm(q, None, eps=eps), batch.positions, *tables
-        )
+        q = ftkernels.rms_norm(q, None, eps=eps, out=q)
+        q = ftkernels.apply_rope(q, batch.positions, *tables, out=q)
         ftkernels.store_kv(
-            self.wkv(x), kv.window, batch.slot_mapping, kv_format=kv.kv_format,
+            row, kv.window, batch.slot_mapping, kv_format=kv.kv_format,
             rope_dim=config.qk_rope_head_dim, round_trip=self.numerics.round_trips,
             norm_weight=self.kv_norm, eps=eps, positions=batch.positions,
             cos=tables[0], sin=tables[1],
         )  # fmt: skip
-        picks = None
-        if self.compressor is not None and kv.compressed is not None:
-            self.compressor(x, batch, kv.compressed, tables)
-        if self.indexer is not None and kv.index is not None:
-            picks = self.indexer(x, q_rank, batch, kv.index, tables)
+        picks = self._compress(x, q_rank, batch, kv, tables)
         mixed = self._attend(q, batch, kv, picks, tables)
         grouped = ftkernels.grouped_linear(
             mixed.view(mixed.shape[0], config.o_groups, -1), self.wo_a, weight_scale=self.wo_a_scale
         )
         return self.wo_b(grouped.reshape(mixed.shape[0], -1))
+
+    def _compress(
+        self, x: torch.Tensor, q_rank: torch.Tensor, batch: ForwardBatch, kv: LayerKV,
+        tables: Tables,
+    ) -> torch.Tensor | None:  # fmt: skip
+        """Append the rows that the new tokens close; the picks of a layer that selects."""
+        if self.projections is None or self.compressor is None or kv.compressed is None:
+            return None
+        parts = self.projections(x).split(self.widths, dim=1)
+        self.compressor(parts[0], parts[1], batch, kv.compressed, tables)
+        if self.indexer is None or kv.index is None:
+            return None
+        self.indexer.compressor(parts[2], parts[3], batch, kv.index, tables)
+        return self.indexer(q_rank, parts[4], batch, kv.index, tables)
 
     def _attend(
         self, q: torch.Tensor, batch: ForwardBatch, kv: LayerKV, picks: torch.Tensor | None,

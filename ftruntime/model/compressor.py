@@ -11,7 +11,7 @@ from ftruntime.checkpoint.loader import Weights
 from ftruntime.kvcache.storage import CompressedPool
 from ftruntime.model.batch import ForwardBatch
 from ftruntime.model.config import ModelConfig
-from ftruntime.model.linear import Fp8Linear, Fp32Linear
+from ftruntime.model.linear import Fp8Linear
 from ftruntime.model.numerics import Numerics
 
 Tables = tuple[torch.Tensor, torch.Tensor]
@@ -22,8 +22,8 @@ INDEX_GROUP = 32
 class Compressor:
     """Pools the new tokens into rows and appends them."""
 
-    wkv: Fp32Linear
-    wgate: Fp32Linear
+    wkv: torch.Tensor
+    wgate: torch.Tensor
     ape: torch.Tensor
     norm: torch.Tensor
     ratio: int
@@ -36,15 +36,17 @@ class Compressor:
     ) -> Compressor:
         t = weights.tensors
         return Compressor(
-            Fp32Linear(t[f"{prefix}.wkv.weight"]), Fp32Linear(t[f"{prefix}.wgate.weight"]),
+            t[f"{prefix}.wkv.weight"], t[f"{prefix}.wgate.weight"],
             t[f"{prefix}.ape"], t[f"{prefix}.norm.weight"], ratio, store, config.rms_norm_eps,
         )  # fmt: skip
 
     def __call__(
-        self, x: torch.Tensor, batch: ForwardBatch, pool: CompressedPool, tables: Tables
-    ) -> None:
+        self, kv: torch.Tensor, gate: torch.Tensor, batch: ForwardBatch, pool: CompressedPool,
+        tables: Tables,
+    ) -> None:  # fmt: skip
+        """Take in the projections ``wkv x`` and ``wgate x`` of the new tokens, fp32."""
         ftkernels.compress_kv(
-            self.wkv(x), self.wgate(x), self.ape, self.norm, pool.state, batch.state_index,
+            kv, gate, self.ape, self.norm, pool.state, batch.state_index,
             pool.rows, batch.block_table, batch.cu_seqlens, batch.seq_lens,
             compress_ratio=self.ratio, cos=tables[0], sin=tables[1], eps=self.eps,
             store=self.store, kv_format=pool.kv_format,
@@ -56,7 +58,7 @@ class Indexer:
     """Scores the index rows and picks the best for each new token."""
 
     wq_b: Fp8Linear
-    weights_proj: Fp32Linear
+    weights_proj: torch.Tensor
     compressor: Compressor
     config: ModelConfig
     numerics: Numerics
@@ -68,23 +70,22 @@ class Indexer:
         projection = weights.tensors[f"{prefix}.weights_proj.weight"].float() * factor
         store = "index" if numerics.round_trips else "raw"
         return Indexer(
-            Fp8Linear.of(weights, f"{prefix}.wq_b", numerics), Fp32Linear(projection),
+            Fp8Linear.of(weights, f"{prefix}.wq_b", numerics), projection,
             Compressor.of(weights, f"{prefix}.compressor", 4, store, config), config, numerics,
         )  # fmt: skip
 
     def __call__(
-        self, x: torch.Tensor, q_rank: torch.Tensor, batch: ForwardBatch, pool: CompressedPool,
-        tables: Tables,
+        self, q_rank: torch.Tensor, head_weights: torch.Tensor, batch: ForwardBatch,
+        pool: CompressedPool, tables: Tables,
     ) -> torch.Tensor:  # fmt: skip
-        """Normed input and query rank to picks ``[T, index_topk]``."""
-        self.compressor(x, batch, pool, tables)
+        """Query rank and head weights of the new tokens to picks ``[T, index_topk]``."""
         config = self.config
         q = self.wq_b(q_rank).view(-1, config.index_n_heads, config.index_head_dim)
-        q = ftkernels.apply_rope(q, batch.positions, *tables)
+        q = ftkernels.apply_rope(q, batch.positions, *tables, out=q)
         if self.numerics.round_trips:
             q = ftkernels.quant_round_trip(ftkernels.hadamard(q), fmt="fp4", group=INDEX_GROUP)
         return ftkernels.index_select(
-            q, self.weights_proj(x), pool.rows, batch.block_table, batch.cu_seqlens,
+            q, head_weights, pool.rows, batch.block_table, batch.cu_seqlens,
             batch.seq_lens, topk=config.index_topk, index_format=pool.kv_format,
             scores="fp8" if self.numerics.round_trips else "exact",
         )  # fmt: skip

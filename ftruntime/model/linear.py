@@ -26,12 +26,12 @@ class Fp8Linear:
 
     @staticmethod
     def stacked(first: LinearWeight, second: LinearWeight, numerics: Numerics) -> Fp8Linear:
-        """Both matrices as one, rows of ``first`` on top; both have a multiple of 128 rows."""
+        """Both matrices as one, rows of ``first`` on top; FP8 rows come in blocks of 128."""
         scale = None
         if first.scale is not None and second.scale is not None:
             if first.weight.shape[0] % 128:
                 raise ValueError(
-                    f"moe_intermediate_size is {first.weight.shape[0]}, expected a multiple of 128"
+                    f"an FP8 matrix has {first.weight.shape[0]} rows, expected a multiple of 128"
                 )
             scale = torch.cat((first.scale, second.scale))
         return Fp8Linear(torch.cat((first.weight, second.weight)), scale, numerics)
@@ -48,6 +48,12 @@ class Fp32Linear:
     """A matrix whose product is taken in fp32 with an fp32 result."""
 
     weight: torch.Tensor
+
+    @staticmethod
+    def stacked(weights: list[torch.Tensor]) -> Fp32Linear:
+        """All matrices as one, in fp32 if any of them is."""
+        mixed = len({weight.dtype for weight in weights}) > 1
+        return Fp32Linear(torch.cat([w.float() if mixed else w for w in weights]))
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return ftkernels.linear(x, self.weight, out_dtype=torch.float32)
