@@ -14,11 +14,10 @@ import triton
 import triton.language as tl
 
 from ftkernels import backend, check, config
+from ftkernels.linear.linear import wide
 from ftkernels.spec import Case, Inputs, KernelSpec
 from ftkernels.target import Target
 from ftkernels.testing import randn
-
-_FEW_ELEMENTS = 1 << 16
 
 
 def hc_post(
@@ -88,16 +87,8 @@ def _reference(
     y: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, comb: torch.Tensor,
     out: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
-    wide = streams.float()[:, :, None]  # [T, j, 1, C]
-    weights = comb[..., None]  # [T, j, k, 1]
-    total = post[:, :, None] * y[:, None]
-    if streams.numel() <= _FEW_ELEMENTS:  # fewer calls, more memory; the same operations
-        terms = (weights * wide).unbind(1)
-    else:
-        terms = tuple(weights[:, j] * wide[:, j] for j in range(streams.shape[1]))
-    for term in terms:
-        total = total + term
-    return out.copy_(total)
+    spread = post[:, :, None] * wide(y)[:, None]
+    return out.copy_(torch.baddbmm(spread, comb.transpose(1, 2), wide(streams)))
 
 
 @dataclass(frozen=True)

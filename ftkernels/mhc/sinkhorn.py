@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 
 from ftkernels import check
-from ftkernels.linear.linear import matmul_rows
+from ftkernels.linear.linear import matmul_rows, wide
 
 _FEW_ROWS = 16  # below, Python floats cost less than the calls of tensor operations
 _MIN_COLUMNS = 4
@@ -105,26 +105,35 @@ def _sum(values: Sequence[float]) -> float:
 
 
 def _sinkhorn4(c: Floats, eps: float, iters: int) -> Floats:
-    # unrolled for the model's four streams: the loop form takes five times as long
+    # unrolled for the model's four streams: the loop form takes five times as long; pairs are
+    # assigned without building a tuple
     a0, a1, a2, a3, b0, b1, b2, b3, c0, c1, c2, c3, d0, d1, d2, d3 = c
     for i in range(iters):
         if i:
             r = 1.0 / (a0 + a1 + a2 + a3 + eps)
-            a0, a1, a2, a3 = a0 * r, a1 * r, a2 * r, a3 * r
+            a0, a1 = a0 * r, a1 * r
+            a2, a3 = a2 * r, a3 * r
             r = 1.0 / (b0 + b1 + b2 + b3 + eps)
-            b0, b1, b2, b3 = b0 * r, b1 * r, b2 * r, b3 * r
+            b0, b1 = b0 * r, b1 * r
+            b2, b3 = b2 * r, b3 * r
             r = 1.0 / (c0 + c1 + c2 + c3 + eps)
-            c0, c1, c2, c3 = c0 * r, c1 * r, c2 * r, c3 * r
+            c0, c1 = c0 * r, c1 * r
+            c2, c3 = c2 * r, c3 * r
             r = 1.0 / (d0 + d1 + d2 + d3 + eps)
-            d0, d1, d2, d3 = d0 * r, d1 * r, d2 * r, d3 * r
+            d0, d1 = d0 * r, d1 * r
+            d2, d3 = d2 * r, d3 * r
         r = 1.0 / (a0 + b0 + c0 + d0 + eps)
-        a0, b0, c0, d0 = a0 * r, b0 * r, c0 * r, d0 * r
+        a0, b0 = a0 * r, b0 * r
+        c0, d0 = c0 * r, d0 * r
         r = 1.0 / (a1 + b1 + c1 + d1 + eps)
-        a1, b1, c1, d1 = a1 * r, b1 * r, c1 * r, d1 * r
+        a1, b1 = a1 * r, b1 * r
+        c1, d1 = c1 * r, d1 * r
         r = 1.0 / (a2 + b2 + c2 + d2 + eps)
-        a2, b2, c2, d2 = a2 * r, b2 * r, c2 * r, d2 * r
+        a2, b2 = a2 * r, b2 * r
+        c2, d2 = c2 * r, d2 * r
         r = 1.0 / (a3 + b3 + c3 + d3 + eps)
-        a3, b3, c3, d3 = a3 * r, b3 * r, c3 * r, d3 * r
+        a3, b3 = a3 * r, b3 * r
+        c3, d3 = c3 * r, d3 * r
     return [a0, a1, a2, a3, b0, b1, b2, b3, c0, c1, c2, c3, d0, d1, d2, d3]
 
 
@@ -149,15 +158,15 @@ def _sum_tensors(values: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def combine_reference(weights: torch.Tensor, streams: torch.Tensor) -> torch.Tensor:
-    """``sum_s weights[:, s] * streams[:, s]`` in fp32, in order of s; ``[T, C]``."""
-    return _sum_tensors((streams.float() * weights[:, :, None]).unbind(1))
+    """``sum_s weights[:, s] * streams[:, s]`` in fp32, ``[T, C]``."""
+    return torch.bmm(weights[:, None], wide(streams))[:, 0]
 
 
 def norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """RMS norm of rows ``[T, C]``: fp32 statistics and product, one rounding."""
-    wide = x.float()
-    mean = (wide * wide).sum(-1, keepdim=True) / x.shape[1]
-    return (wide * (mean + eps).rsqrt() * weight).to(x.dtype)
+    full = wide(x)
+    mean = full.square().mean(-1, keepdim=True)
+    return full.mul(mean.add_(eps).rsqrt_()).mul_(weight).to(x.dtype)
 
 
 def check_common(

@@ -19,16 +19,22 @@ def philox_reference(
     counter: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
     key: tuple[torch.Tensor, torch.Tensor],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Ten rounds; words are int64 tensors in ``[0, 2^32)`` that broadcast together."""
-    c0, c1, c2, c3 = counter
-    k0, k1 = key
+    """Ten rounds; words are int64 tensors in ``[0, 2^32)`` of one rank that broadcast together."""
+    shape = torch.broadcast_shapes(*(word.shape for word in (*counter, *key)))
+    even = torch.stack([word.expand(shape) for word in counter[::2]])  # both halves in one call
+    odd = torch.stack([word.expand(shape) for word in counter[1::2]])
+    keys = torch.stack(key)
+    one = (2,) + (1,) * len(shape)
+    factors = torch.tensor([_M0, _M1], device=even.device).view(one)
+    weyl = torch.tensor([_W0, _W1], device=even.device).view(one)
     for _ in range(10):
-        # a product wraps to int64 with the right bits; masking makes the shifted half unsigned
-        p0, p1 = c0 * _M0, c2 * _M1
-        c0, c2 = ((p1 >> 32) ^ c1 ^ k0) & _MASK, ((p0 >> 32) ^ c3 ^ k1) & _MASK
-        c1, c3 = p1 & _MASK, p0 & _MASK
-        k0, k1 = (k0 + _W0) & _MASK, (k1 + _W1) & _MASK
-    return c0, c1, c2, c3
+        # products wrap to int64 with the right bits; what stands above a word goes with the mask
+        products = (even * factors).flip(0)
+        even = ((products >> 32) ^ odd ^ keys) & _MASK
+        odd = products
+        keys = keys + weyl
+    odd = odd & _MASK
+    return even[0], odd[0], even[1], odd[1]
 
 
 def gumbel_reference(seed: torch.Tensor, ids: torch.Tensor, position: torch.Tensor) -> torch.Tensor:

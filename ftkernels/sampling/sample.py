@@ -136,6 +136,8 @@ def _kept(
     min_p: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
     """Mask of the tokens that min-p, top-k and top-p leave; meaningless where `top` is infinite."""
+    if z.device.type == "cpu" and _all_off(top_k, top_p, min_p):
+        return z > float("-inf")
     falling, order = z.sort(dim=-1, descending=True, stable=True)
     weight = (falling - top).double().exp().float()  # relative to the largest probability
     kept = (falling > float("-inf")) & ((weight >= min_p[:, None]) | (min_p[:, None] <= 0))
@@ -146,6 +148,10 @@ def _kept(
     limit = (top_p.double() * mass.sum(-1)).clamp(min=1.0)  # the first token always stays
     kept &= (before < limit[:, None]) | (top_p[:, None] >= 1)
     return torch.zeros_like(kept).scatter_(1, order, kept)
+
+
+def _all_off(top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor) -> bool:
+    return max(top_k.tolist()) <= 0 and min(top_p.tolist()) >= 1 and max(min_p.tolist()) <= 0
 
 
 @dataclass(frozen=True)
