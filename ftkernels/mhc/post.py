@@ -1,7 +1,7 @@
 """Hyper-connection output: ``out[k] = post[k]*y + sum_j comb[j, k]*streams[j]``.
 
 Layout: the sum runs over the first index of ``comb``.
-Numerics: fp32, ``post[k]*y`` first and then ``j = 0..hc-1``, one rounding.
+Numerics: fp32, one rounding.
 """
 
 from __future__ import annotations

@@ -64,6 +64,8 @@ def test_ties_take_the_lower_id(device, run):
     logits = torch.tensor([[1.0, 2.0, 2.0, 1.0, 2.0], [0.0] * 5], device=device)
     _, ids = run(route_topk, logits, None, topk=4)
     assert ids.tolist() == [[1, 2, 4, 0], [0, 1, 2, 3]]
+    _, ids = run(route_topk, torch.ones(1, 256, device=device), None, topk=6)
+    assert ids.tolist() == [[0, 1, 2, 3, 4, 5]]
     bias = torch.tensor([0.0, -10.0, -10.0, 1.0, 0.0], device=device)
     _, ids = run(route_topk, logits, bias, topk=3)
     assert ids.tolist() == [[3, 4, 0], [3, 0, 4]]

@@ -172,6 +172,12 @@ def test_temperature_zero_is_the_lowest_of_the_largest(device, run):
     assert sample_reference(logits, **kwargs).tolist() == [1, 0]
 
 
+def test_both_zeros_are_one_value(device, run):
+    logits = torch.tensor([[-1.0, -0.0, 0.0], [-1.0, 0.0, -0.0]], device=device)
+    kwargs = arguments(2, device, top_k=1)
+    assert run(sample, logits, **kwargs).tolist() == [1, 1]
+
+
 def test_same_draw_alone_and_batched(device, run):
     logits = randn(9, 64, device=device)
     kwargs = arguments(9, device, top_p=0.9, seed=list(range(9)), position=list(range(9)))
