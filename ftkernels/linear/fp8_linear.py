@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from ftkernels import check
-from ftkernels.linear.linear import matmul_rows, wide
+from ftkernels.linear.linear import check_path, matmul_rows, wide
 from ftkernels.norm.rms_norm import rms_norm
 from ftkernels.quant.round_trip import quant_round_trip
 from ftkernels.quant.weight_quant import dequantize_fp8
@@ -24,7 +24,8 @@ def fp8_linear(
     x: torch.Tensor | tuple[torch.Tensor, torch.Tensor], weight: torch.Tensor,
     weight_scale: torch.Tensor | None, *, activation: str = "fp8",
     norm_weight: torch.Tensor | None = None, eps: float = 1e-6,
-    out_dtype: torch.dtype = torch.bfloat16, out: torch.Tensor | None = None,
+    path: str | None = None, out_dtype: torch.dtype = torch.bfloat16,
+    out: torch.Tensor | None = None,
     scratch: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Multiply rows by a block-scaled FP8 matrix.
@@ -35,10 +36,12 @@ def fp8_linear(
         weight_scale: ``[ceil(N/128), ceil(K/128)]`` uint8 UE8M0.
         activation: "fp8" quantizes a dense ``x`` per 128 channels, "bf16" leaves it.
         norm_weight: ``[K]``; a dense ``x`` is RMS-normed with it first.
+        path: "gemm" or "gemv" pins how rows are multiplied, for a caller that must get the same bits
+            for any number of rows; the two agree within fp32 rounding.
         out: ``[T, N]`` of ``out_dtype``.
 
     Returns:
-        ``[T, N]``. A row's bits do not depend on the other rows.
+        ``[T, N]``. Within a path a row's bits do not depend on the other rows.
 
     Raises:
         TypeError, ValueError: an argument outside the contract, by name.
@@ -46,7 +49,7 @@ def fp8_linear(
     del scratch  # the reference needs none
     return fp8_linear_reference(
         x, weight, weight_scale, activation=activation, norm_weight=norm_weight, eps=eps,
-        out_dtype=out_dtype, out=out,
+        path=path, out_dtype=out_dtype, out=out,
     )  # fmt: skip
 
 
@@ -54,10 +57,12 @@ def fp8_linear_reference(
     x: torch.Tensor | tuple[torch.Tensor, torch.Tensor], weight: torch.Tensor,
     weight_scale: torch.Tensor | None, *, activation: str = "fp8",
     norm_weight: torch.Tensor | None = None, eps: float = 1e-6,
-    out_dtype: torch.dtype = torch.bfloat16, out: torch.Tensor | None = None,
+    path: str | None = None, out_dtype: torch.dtype = torch.bfloat16,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """The definition in plain torch."""
     op = "fp8_linear"
+    check_path(op, path)
     dense = _check_x(op, x, activation, norm_weight)
     rows = dense if dense is not None else x[0]
     check_weight(op, weight, weight_scale, rows.shape[1], rows)
@@ -71,7 +76,7 @@ def fp8_linear_reference(
         operand = wide(dense)
         if activation == "fp8":
             operand = quant_round_trip(operand, fmt="fp8", group=BLOCK)
-    result = matmul_rows(operand, widen_weight(weight, weight_scale))
+    result = matmul_rows(operand, widen_weight(weight, weight_scale), path)
     if out is not None:
         return out.copy_(result)
     return result if out_dtype == torch.float32 else result.to(out_dtype)

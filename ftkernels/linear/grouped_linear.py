@@ -10,7 +10,7 @@ import torch
 
 from ftkernels import check
 from ftkernels.linear.fp8_linear import BLOCK, widen_weight
-from ftkernels.linear.linear import batched_matmul_rows, wide
+from ftkernels.linear.linear import batched_matmul_rows, check_path, wide
 from ftkernels.spec import Case, Inputs, KernelSpec
 from ftkernels.testing import randn
 
@@ -19,7 +19,8 @@ _DENSE = (torch.bfloat16, torch.float32)
 
 def grouped_linear(
     x: torch.Tensor, weight: torch.Tensor, *, weight_scale: torch.Tensor | None = None,
-    out_dtype: torch.dtype | None = None, out: torch.Tensor | None = None,
+    path: str | None = None, out_dtype: torch.dtype | None = None,
+    out: torch.Tensor | None = None,
     scratch: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Multiply each group of channels by its own matrix.
@@ -28,27 +29,30 @@ def grouped_linear(
         x: ``[T, G, K]``, bf16/fp16/fp32.
         weight: ``[G, R, K]``, e4m3 (with ``weight_scale``), bf16 or fp32 (without).
         weight_scale: ``[ceil(G*R/128), ceil(K/128)]`` uint8 UE8M0, by the flat row ``g*R + r``.
+        path: "gemm" or "gemv", as in ``fp8_linear``.
         out_dtype: that of ``x`` when omitted.
         out: ``[T, G, R]``.
 
     Returns:
-        ``[T, G, R]``. A row's bits do not depend on the other rows.
+        ``[T, G, R]``. Within a path a row's bits do not depend on the other rows.
 
     Raises:
         TypeError, ValueError: an argument outside the contract, by name.
     """
     del scratch  # the reference needs none
     return grouped_linear_reference(
-        x, weight, weight_scale=weight_scale, out_dtype=out_dtype, out=out
+        x, weight, weight_scale=weight_scale, path=path, out_dtype=out_dtype, out=out
     )
 
 
 def grouped_linear_reference(
     x: torch.Tensor, weight: torch.Tensor, *, weight_scale: torch.Tensor | None = None,
-    out_dtype: torch.dtype | None = None, out: torch.Tensor | None = None,
+    path: str | None = None, out_dtype: torch.dtype | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """The definition in plain torch."""
     op = "grouped_linear"
+    check_path(op, path)
     check.tensor(op, "x", x, check.FLOATS, (None, None, None), "[T, G, K]")
     groups, k = x.shape[1:]
     dtypes = _DENSE if weight_scale is None else (torch.float8_e4m3fn,)
@@ -62,7 +66,7 @@ def grouped_linear_reference(
         weight = weight.view(groups, rank, k)
     if out is not None:
         check.output(op, out, (x.shape[0], groups, rank), like=x, dtype=dtype)
-    result = batched_matmul_rows(wide(x).transpose(0, 1), wide(weight)).transpose(0, 1)
+    result = batched_matmul_rows(wide(x).transpose(0, 1), wide(weight), path).transpose(0, 1)
     return result.to(dtype) if out is None else out.copy_(result)
 
 

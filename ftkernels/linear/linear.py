@@ -18,7 +18,7 @@ _MIN_ROWS = 4
 
 def linear(
     x: torch.Tensor, weight: torch.Tensor, *, out_dtype: torch.dtype | None = None,
-    out: torch.Tensor | None = None,
+    path: str | None = None, out: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Multiply rows by a matrix in fp32.
 
@@ -26,10 +26,12 @@ def linear(
         x: ``[T, K]``, bf16/fp16/fp32, rows may be strided.
         weight: ``[N, K]``, bf16 or fp32.
         out_dtype: element type of the result, that of ``x`` when omitted.
+        path: "gemm" or "gemv" pins how rows are multiplied, for a caller that must get the same bits
+            for any number of rows; the two agree within fp32 rounding.
         out: ``[T, N]``; allocated when omitted.
 
     Returns:
-        ``[T, N]``. A row's bits do not depend on the other rows.
+        ``[T, N]``. Within a path a row's bits do not depend on the other rows.
 
     Raises:
         TypeError: unsupported dtype.
@@ -42,7 +44,8 @@ def linear(
     dtype = out_dtype or x.dtype
     if out is not None:
         out = check.output(op, out, size, like=x, dtype=dtype, inputs=(weight,))
-    result = matmul_rows(wide(x), wide(weight))
+    check_path(op, path)
+    result = matmul_rows(wide(x), wide(weight), path)
     if out is not None:
         return out.copy_(result)
     return result if dtype == torch.float32 else result.to(dtype)
@@ -56,20 +59,38 @@ def wide(x: torch.Tensor) -> torch.Tensor:
     return x if x.dtype == torch.float32 else x.float()
 
 
-def matmul_rows(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def check_path(op: str, path: str | None) -> None:
+    if path not in (None, "gemm", "gemv"):
+        raise ValueError(f"{op}: path is {path!r}, expected None, 'gemm' or 'gemv'")
+
+
+def matmul_rows(
+    x: torch.Tensor, weight: torch.Tensor, path: str | None = None
+) -> torch.Tensor:
     """fp32 ``x [T, K] @ weight [N, K].T`` whose rows do not depend on ``T``.
 
-    CPU libraries switch algorithms below four rows, so fewer are padded to four.
+    CPU libraries switch algorithms below four rows: a GEMM pads fewer to four, a GEMV takes them one
+    by one.
     """
     num_rows = x.shape[0]
+    if path == "gemv" and x.device.type == "cpu":
+        if num_rows == 1:
+            return F.linear(x, weight)
+        rows = [F.linear(row, weight) for row in x.split(1)]
+        return torch.cat(rows) if rows else x.new_empty(0, weight.shape[0])
     if num_rows >= _MIN_ROWS or x.device.type != "cpu":
         return F.linear(x, weight)
     return F.linear(torch.constant_pad_nd(x, (0, 0, 0, _MIN_ROWS - num_rows)), weight)[:num_rows]
 
 
-def batched_matmul_rows(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def batched_matmul_rows(
+    x: torch.Tensor, weight: torch.Tensor, path: str | None = None
+) -> torch.Tensor:
     """fp32 ``x [B, T, K] @ weight [B, N, K].T`` whose rows do not depend on ``T``."""
     num_rows = x.shape[1]
+    if path == "gemv" and x.device.type == "cpu":
+        rows = [torch.bmm(row, weight.transpose(1, 2)) for row in x.split(1, dim=1)]
+        return torch.cat(rows, dim=1) if rows else x.new_empty(x.shape[0], 0, weight.shape[1])
     if num_rows >= _MIN_ROWS or x.device.type != "cpu":
         return torch.bmm(x, weight.transpose(1, 2))
     padded = torch.constant_pad_nd(x, (0, 0, 0, _MIN_ROWS - num_rows))

@@ -87,7 +87,7 @@ def slots_of(ids: Sequence[int], slot_of_expert: torch.Tensor | None) -> list[in
 
 def expert_products(
     rows: torch.Tensor, row_of_route: Sequence[int], slots: Sequence[int], weight: torch.Tensor,
-    scale: torch.Tensor | None, *, packed: bool,
+    scale: torch.Tensor | None, *, packed: bool, path: str | None = None,
 ) -> tuple[list[int], torch.Tensor]:  # fmt: skip
     """fp32 products of the routes that have a slot, expert by expert.
 
@@ -105,15 +105,14 @@ def expert_products(
     if packed and scale is not None:
         weight, scale = unpack_fp4(weight, scale)
     routes: list[int] = []
-    products = rows.new_empty(sum(map(len, by_slot.values())), weight.shape[1])
+    products: list[torch.Tensor] = []
     for slot, mine in sorted(by_slot.items()):
         matrix = wide(weight[slot]) if scale is None else _widen(weight[slot], scale[slot])
         places = [row_of_route[q] for q in mine]
         taken = rows[places[0]][None] if len(places) == 1 else rows[places]
-        done = len(routes)
-        products[done : done + len(mine)] = matmul_rows(taken, matrix)
+        products.append(matmul_rows(taken, matrix, path))
         routes.extend(mine)
-    return routes, products
+    return routes, torch.cat(products) if products else rows.new_empty(0, weight.shape[1])
 
 
 def finish_routes(

@@ -79,6 +79,7 @@ def moe_gemv_fp4_reference(
     routes, products = expert_products(
         widen_x(x, x_scale, activation), [q // per_row for q in range(num_routes)],
         slots_of(topk_ids.flatten().tolist(), slot_of_expert), weight, weight_scale, packed=packed,
+        path="gemv",
     )  # fmt: skip
     out[routes] = finish_routes(products, routes, swiglu_limit, route_weights).to(out_dtype)
     return out

@@ -64,7 +64,7 @@ def moe_fp4_reference(
     path: str | None = None, routed_out: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None, out: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """The definition in plain torch; both paths give the same bits here."""
+    """The definition in plain torch; the two paths agree within fp32 rounding."""
     op = "moe_fp4"
     tokens, topk = _checked(
         op, x, w13, w13_scale, w2, w2_scale, topk_weights, topk_ids, swiglu_limit, slot_of_expert,
@@ -82,12 +82,13 @@ def moe_fp4_reference(
         slots = slots_of(topk_ids.flatten().tolist(), slot_of_expert)
         routes, hidden = expert_products(
             widen_x(x, None, activation), [q // topk for q in range(tokens * topk)], slots,
-            w13, w13_scale, packed=packed,
+            w13, w13_scale, packed=packed, path=path,
         )  # fmt: skip
         hidden = finish_routes(hidden, routes, swiglu_limit, topk_weights.flatten())
         rows = widen_x(hidden.to(x.dtype), None, activation)
         order, down = expert_products(
-            rows, range(len(routes)), [slots[q] for q in routes], w2, w2_scale, packed=packed
+            rows, range(len(routes)), [slots[q] for q in routes], w2, w2_scale, packed=packed,
+            path=path,
         )
         taken = [routes[place] for place in order]
         _write(routed, taken, down.to(dtype))

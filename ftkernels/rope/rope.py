@@ -198,20 +198,23 @@ def _apply_rope(
     x: torch.Tensor, positions: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
     inverse: bool, out: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
-    c, s = cos.index_select(0, positions), sin.index_select(0, positions)
-    if x.ndim == 3:
-        c, s = c.unsqueeze(1), s.unsqueeze(1)
-    kept = x.shape[-1] - 2 * cos.shape[1]
-    rotated = x[..., kept:].float()
-    even, odd = rotated[..., 0::2], rotated[..., 1::2]
+    # a pair of channels is a complex number, and turning it is one product
+    turn = torch.complex(cos.index_select(0, positions), sin.index_select(0, positions))
     if inverse:
-        new_even, new_odd = even * c + odd * s, odd * c - even * s
-    else:
-        new_even, new_odd = even * c - odd * s, even * s + odd * c
+        turn = turn.conj().resolve_conj()
+    if x.ndim == 3:
+        turn = turn.unsqueeze(1)
+    half = cos.shape[1]
+    kept = x.shape[-1] - 2 * half
     if out.data_ptr() != x.data_ptr():
-        out[..., :kept] = x[..., :kept]
-    out[..., kept::2] = new_even
-    out[..., kept + 1 :: 2] = new_odd
+        out.copy_(x)
+    pairs = out[..., kept:].unflatten(-1, (half, 2))
+    offsets = (*out.stride()[:-1], out.storage_offset() + kept)
+    if out.dtype == torch.float32 and not any(n % 2 for n in offsets):
+        torch.view_as_complex(pairs).mul_(turn)
+        return out
+    turned = torch.view_as_complex(pairs.float()) * turn
+    pairs.copy_(torch.view_as_real(turned))
     return out
 
 

@@ -14,7 +14,7 @@ _COMMON: Final[dict[str, object]] = {
     "architectures": ["DeepseekV4ForCausalLM"],
     "model_type": "deepseek_v4",
     "vocab_size": VOCAB_SIZE,
-    "hidden_size": 256,
+    "hidden_size": 128,
     "num_hidden_layers": len(_RATIOS) - 1,
     "num_nextn_predict_layers": 1,
     "num_attention_heads": 8,
@@ -23,7 +23,8 @@ _COMMON: Final[dict[str, object]] = {
     "o_groups": 8,
     "sliding_window": 128,
     "compress_ratios": _RATIOS,
-    "index_n_heads": 8,
+    # enough heads that hardly a row scores exactly zero: ties have no order outside this project
+    "index_n_heads": 16,
     "n_routed_experts": 16,
     "num_experts_per_tok": 4,
     "n_shared_experts": 1,
@@ -73,7 +74,7 @@ _SIZES: Final[dict[str, dict[str, object]]] = {
         "head_dim": 128,
         "qk_rope_head_dim": 64,
         "o_lora_rank": 128,
-        "index_head_dim": 128,
+        "index_head_dim": 64,
         "index_topk": 64,
     },
     "tiny": {

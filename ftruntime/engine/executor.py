@@ -53,29 +53,33 @@ class DeviceExecutor:
         if last < self.num_layers:
             self._kept[rows] = _Kept(batch, streams)
             return StepResult(plan.index, ())
-        return StepResult(plan.index, self._results(plan, streams))
+        return StepResult(plan.index, self._results(plan, batch, streams))
 
     def _drop(self, rows: tuple[int, ...]) -> None:
         gone = set(rows)
         for key in [key for key in self._kept if gone & set(key)]:
             del self._kept[key]
 
-    def _results(self, plan: StepPlan, streams: torch.Tensor) -> tuple[SeqResult, ...]:
+    def _results(
+        self, plan: StepPlan, batch: ForwardBatch, streams: torch.Tensor
+    ) -> tuple[SeqResult, ...]:
         ends, total = [], 0
         for seq in plan.seqs:
             total += len(seq.token_ids)
             ends.append(total)
-        drawn = self._draw(plan, streams, ends)
+        drawn = self._draw(plan, batch, streams, ends)
         return tuple(
             SeqResult(
                 seq.row, seq.request_id, *drawn.get(seq.row, (None, None)),
-                prompt_logprobs=self._prompt_logprobs(seq, streams, end - len(seq.token_ids)),
+                prompt_logprobs=self._prompt_logprobs(
+                    seq, batch, streams, end - len(seq.token_ids)
+                ),
             )
             for seq, end in zip(plan.seqs, ends, strict=True)
         )  # fmt: skip
 
     def _draw(
-        self, plan: StepPlan, streams: torch.Tensor, ends: list[int]
+        self, plan: StepPlan, batch: ForwardBatch, streams: torch.Tensor, ends: list[int]
     ) -> dict[int, tuple[int, TokenLogprobs | None]]:
         """Token and log-probabilities by row, for the rows that draw."""
         wanted = [
@@ -86,7 +90,7 @@ class DeviceExecutor:
             return {}
         places = [place for _, _, place in wanted]
         every = places == list(range(streams.shape[0]))
-        logits = self._model.logits(streams if every else streams[places])
+        logits = self._model.logits(streams if every else streams[places], batch)
         tokens = sampler.draw(logits, [spec for _, spec, _ in wanted])
         found: dict[int, tuple[int, TokenLogprobs | None]] = {}
         for number, ((row, spec, _), token) in enumerate(zip(wanted, tokens, strict=True)):
@@ -98,7 +102,7 @@ class DeviceExecutor:
         return found
 
     def _prompt_logprobs(
-        self, seq: SeqPlan, streams: torch.Tensor, begin: int
+        self, seq: SeqPlan, batch: ForwardBatch, streams: torch.Tensor, begin: int
     ) -> tuple[TokenLogprobs, ...]:
         """Log-probabilities of the prompt tokens that follow this part's tokens, block by block."""
         targets = seq.prompt_targets
@@ -108,5 +112,6 @@ class DeviceExecutor:
         for start in range(0, len(targets), _LOGIT_ROWS):
             part = targets[start : start + _LOGIT_ROWS]
             rows = streams[begin + start : begin + start + len(part)]
-            found += sampler.logprobs(self._model.logits(rows), part, seq.num_prompt_logprobs)
+            logits = self._model.logits(rows, batch)
+            found += sampler.logprobs(logits, part, seq.num_prompt_logprobs)
         return tuple(found)

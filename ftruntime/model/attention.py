@@ -69,9 +69,11 @@ class Attention:
     ) -> torch.Tensor:
         """Normed input ``[T, C]`` to the sublayer's output ``[T, C]``."""
         config, eps = self.config, self.config.rms_norm_eps
-        latent, row = self.wq_a_wkv(x).split((config.q_lora_rank, config.head_dim), dim=1)
+        latent, row = self.wq_a_wkv(x, batch.path).split(
+            (config.q_lora_rank, config.head_dim), dim=1
+        )
         q_rank = ftkernels.rms_norm(latent, self.q_norm, eps=eps)
-        q = self.wq_b(q_rank).view(-1, config.num_attention_heads, config.head_dim)
+        q = self.wq_b(q_rank, batch.path).view(-1, config.num_attention_heads, config.head_dim)
         q = ftkernels.rms_norm(q, None, eps=eps, out=q)
         q = ftkernels.apply_rope(q, batch.positions, *tables, out=q)
         ftkernels.store_kv(
@@ -83,9 +85,10 @@ class Attention:
         picks = self._compress(x, q_rank, batch, kv, tables)
         mixed = self._attend(q, batch, kv, picks, tables)
         grouped = ftkernels.grouped_linear(
-            mixed.view(mixed.shape[0], config.o_groups, -1), self.wo_a, weight_scale=self.wo_a_scale
-        )
-        return self.wo_b(grouped.reshape(mixed.shape[0], -1))
+            mixed.view(mixed.shape[0], config.o_groups, -1), self.wo_a,
+            weight_scale=self.wo_a_scale, path=batch.path,
+        )  # fmt: skip
+        return self.wo_b(grouped.reshape(mixed.shape[0], -1), batch.path)
 
     def _compress(
         self, x: torch.Tensor, q_rank: torch.Tensor, batch: ForwardBatch, kv: LayerKV,
@@ -94,7 +97,7 @@ class Attention:
         """Append the rows that the new tokens close; the picks of a layer that selects."""
         if self.projections is None or self.compressor is None or kv.compressed is None:
             return None
-        parts = self.projections(x).split(self.widths, dim=1)
+        parts = self.projections(x, batch.path).split(self.widths, dim=1)
         self.compressor(parts[0], parts[1], batch, kv.compressed, tables)
         if self.indexer is None or kv.index is None:
             return None

@@ -30,3 +30,8 @@ class ForwardBatch:
     block_table: torch.Tensor
     state_index: torch.Tensor
     is_decode: bool
+
+    @property
+    def path(self) -> str:
+        """How products take their rows: by phase, so that a decode row has the same bits in any batch."""
+        return "gemv" if self.is_decode else "gemm"

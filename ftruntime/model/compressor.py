@@ -80,7 +80,7 @@ class Indexer:
     ) -> torch.Tensor:  # fmt: skip
         """Query rank and head weights of the new tokens to picks ``[T, index_topk]``."""
         config = self.config
-        q = self.wq_b(q_rank).view(-1, config.index_n_heads, config.index_head_dim)
+        q = self.wq_b(q_rank, batch.path).view(-1, config.index_n_heads, config.index_head_dim)
         q = ftkernels.apply_rope(q, batch.positions, *tables, out=q)
         if self.numerics.round_trips:
             q = ftkernels.quant_round_trip(ftkernels.hadamard(q), fmt="fp4", group=INDEX_GROUP)

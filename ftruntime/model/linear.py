@@ -36,9 +36,9 @@ class Fp8Linear:
             scale = torch.cat((first.scale, second.scale))
         return Fp8Linear(torch.cat((first.weight, second.weight)), scale, numerics)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, path: str) -> torch.Tensor:
         return ftkernels.fp8_linear(
-            x, self.weight, self.scale, activation=self.numerics.activation,
+            x, self.weight, self.scale, activation=self.numerics.activation, path=path,
             out_dtype=self.numerics.dtype,
         )  # fmt: skip
 
@@ -55,5 +55,5 @@ class Fp32Linear:
         mixed = len({weight.dtype for weight in weights}) > 1
         return Fp32Linear(torch.cat([w.float() if mixed else w for w in weights]))
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return ftkernels.linear(x, self.weight, out_dtype=torch.float32)
+    def __call__(self, x: torch.Tensor, path: str) -> torch.Tensor:
+        return ftkernels.linear(x, self.weight, out_dtype=torch.float32, path=path)

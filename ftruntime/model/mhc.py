@@ -64,10 +64,10 @@ class Head:
             t["head.weight"], config,
         )  # fmt: skip
 
-    def __call__(self, streams: torch.Tensor) -> torch.Tensor:
+    def __call__(self, streams: torch.Tensor, path: str) -> torch.Tensor:
         """``[T, hc, C]`` to fp32 logits ``[T, V]``."""
         hidden = ftkernels.hc_head(
             streams, self.fn, self.scale, self.base, hc_eps=self.config.hc_eps,
             norm_eps=self.config.rms_norm_eps, norm_weight=self.norm,
         )  # fmt: skip
-        return ftkernels.linear(hidden, self.weight, out_dtype=torch.float32)
+        return ftkernels.linear(hidden, self.weight, out_dtype=torch.float32, path=path)

@@ -44,16 +44,16 @@ class MoE:
     def __call__(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """Normed input ``[T, C]`` to the sublayer's output ``[T, C]``."""
         topk_weights, topk_ids = self._route(x, batch)
-        hidden = ftkernels.swiglu_clamp(self.shared_w13(x), limit=self.config.swiglu_limit)
+        hidden = ftkernels.swiglu_clamp(self.shared_w13(x, batch.path), limit=self.config.swiglu_limit)
         bank = self.bank
         return ftkernels.moe_fp4(
             x, bank.w13, bank.w13_scale, bank.w2, bank.w2_scale, topk_weights, topk_ids,
-            swiglu_limit=self.config.swiglu_limit, shared=self.shared_w2(hidden),
-            activation=self.numerics.activation, path="gemv" if batch.is_decode else "gemm",
+            swiglu_limit=self.config.swiglu_limit, shared=self.shared_w2(hidden, batch.path),
+            activation=self.numerics.activation, path=batch.path,
         )  # fmt: skip
 
     def _route(self, x: torch.Tensor, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        logits, config = self.gate(x), self.config
+        logits, config = self.gate(x, batch.path), self.config
         if self.tid2eid is not None:
             return ftkernels.route_hash(
                 logits, batch.token_ids, self.tid2eid, route_scale=config.routed_scaling_factor,

@@ -71,9 +71,9 @@ class Transformer:
             streams = layer.ffn_hc.after(layer.ffn(x, batch), streams, mixes)
         return streams
 
-    def logits(self, streams: torch.Tensor) -> torch.Tensor:
-        """Streams ``[N, hc, C]`` of the rows that are wanted to fp32 logits ``[N, V]``."""
-        return self._head(streams)
+    def logits(self, streams: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """Streams ``[N, hc, C]`` of the rows of ``batch`` that are wanted to fp32 logits ``[N, V]``."""
+        return self._head(streams, batch.path)
 
 
 def _rope_tables(

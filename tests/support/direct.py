@@ -62,7 +62,7 @@ class Direct:
             streams = self.model.forward(streams, batch, self.storage, (layer, layer + 1))
             if watch is not None:
                 watch(layer, streams)
-        return self.model.logits(streams)
+        return self.model.logits(streams, batch)
 
     def logits(self, ids: Sequence[int], cuts: Sequence[int] = ()) -> torch.Tensor:
         """Logits of a whole prompt, prefilled in parts that end at ``cuts``."""
