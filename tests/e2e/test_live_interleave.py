@@ -63,7 +63,7 @@ def attack(server: Live) -> Run:
 
 
 @pytest.fixture(scope="module")
-def runs(launcher: Launcher, server: Live) -> Iterator[dict[int | None, Run]]:
+def runs(launcher: Launcher, server: Live) -> dict[int | None, Run]:
     @contextmanager
     def serving(every: int | None) -> Iterator[Live]:
         if every is None:
@@ -76,7 +76,7 @@ def runs(launcher: Launcher, server: Live) -> Iterator[dict[int | None, Run]]:
     for every in (None, 8, 1):
         with serving(every) as live:
             found[every] = attack(live)
-    yield found
+    return found
 
 
 def test_s01_steps_follow_the_interleave_number(runs: dict[int | None, Run]) -> None:

@@ -57,9 +57,7 @@ def test_models(client: openai.OpenAI) -> None:
 def test_a_greedy_completion_is_what_llm_generates(client: openai.OpenAI, llm: LLM) -> None:
     ids = list(range(40, 340))  # more than two pages: chunks of 128 here, one chunk there
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=0)
-    for prompt, output in zip(
-        (PROMPT, ids), llm.generate([PROMPT, ids], params), strict=True
-    ):
+    for prompt, output in zip((PROMPT, ids), llm.generate([PROMPT, ids], params), strict=True):
         answer = client.completions.create(
             model=MODEL, prompt=prompt, max_tokens=24, logprobs=0, **GREEDY
         )
@@ -205,9 +203,7 @@ def test_h04_a_stop_string_cut_short_is_flushed(server: Live) -> None:
 @pytest.mark.parametrize("value", [0, -1, "5", 1e9, 10**9, 1.5, True, [4]])
 @pytest.mark.parametrize("field", ["max_tokens", "max_completion_tokens"])
 def test_h12_a_wrong_output_limit_is_named(server: Live, field: str, value: object) -> None:
-    answer = server.post(
-        "/v1/chat/completions", {"model": MODEL, "messages": HI, field: value}
-    )
+    answer = server.post("/v1/chat/completions", {"model": MODEL, "messages": HI, field: value})
     error = answer.json()["error"]
     assert answer.status_code == 400
     assert error["param"] == field
@@ -284,9 +280,7 @@ def test_thinking_gives_reasoning_content(client: openai.OpenAI) -> None:
     assert not message.content
 
 
-def test_h09_a_client_that_leaves_aborts_its_request(
-    server: Live, client: openai.OpenAI
-) -> None:
+def test_h09_a_client_that_leaves_aborts_its_request(server: Live, client: openai.OpenAI) -> None:
     aborted, log_at = server.stats()["aborted"], len(server.log())
     counted = metric(server, 'ftruntime_requests_total{outcome="aborted"}')
     stream = client.chat.completions.create(
