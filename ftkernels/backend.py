@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-from functools import lru_cache
+import warnings
+from functools import cache
 
 import torch
 import triton
 import triton.language as tl
+from triton.runtime.jit import JITFunction
 
 INTERPRET = tl.constexpr(bool(triton.knobs.runtime.interpret))
 """For inline assembly inside kernels only."""
@@ -19,12 +21,7 @@ INTERPRET = tl.constexpr(bool(triton.knobs.runtime.interpret))
 _INTERPRETED = bool(triton.knobs.runtime.interpret)
 _ENV_AT_IMPORT = os.environ.get("TRITON_INTERPRET")
 _OLDEST_CAPABILITY = (8, 9)
-_TESTED_TRITON = ((3, 6), (3, 9))
-
-if _INTERPRETED:
-    from ftkernels.testing import interp_fix
-
-    interp_fix.apply(check_bounds=True, poison=True)
+_OLDEST_TRITON, _NEWEST_TRITON = (3, 6), (3, 9)
 
 
 class UnsupportedDeviceError(RuntimeError):
@@ -38,16 +35,29 @@ def _backend_setting() -> str | None:
     return value or None
 
 
+def _check_triton(version: str) -> None:
+    minor = tuple(int(part) for part in version.split(".")[:2])
+    if minor < _OLDEST_TRITON:
+        raise ImportError(f"triton is {version}, expected 3.6 to 3.9")
+    if minor > _NEWEST_TRITON:
+        warnings.warn(f"triton is {version}, tested are 3.6 to 3.9", stacklevel=2)
+
+
+def _check_order() -> None:
+    # tl.sum is itself a kernel helper, fixed when triton was imported
+    if isinstance(tl.sum, JITFunction) == _INTERPRETED:
+        raise ImportError(
+            "TRITON_INTERPRET was changed after triton was imported, expected it to be set before"
+        )
+
+
 _REFERENCE_ALWAYS = _backend_setting() == "reference"
+_check_triton(triton.__version__)
+_check_order()
+if _INTERPRETED:
+    from ftkernels.testing import interp_fix
 
-
-def _check_triton() -> None:
-    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
-    if version < _TESTED_TRITON[0]:
-        raise ImportError(f"triton is {triton.__version__}, expected 3.6 to 3.9")
-
-
-_check_triton()
+    interp_fix.apply(check_bounds=True, poison=True)
 
 
 def interpreted() -> bool:
@@ -56,20 +66,17 @@ def interpreted() -> bool:
 
 
 def use_reference(x: torch.Tensor) -> bool:
-    """Whether the op called with `x` runs its plain-torch reference; asked once per op, after its checks.
+    """Whether the op called with `x` runs its reference; asked once an op, after its checks.
 
     Raises:
-        UnsupportedDeviceError: a CUDA device below capability 8.9.
+        UnsupportedDeviceError: a CUDA device below capability 8.9, or no device for kernels at all.
         RuntimeError: `TRITON_INTERPRET` was changed after import.
     """
     if _REFERENCE_ALWAYS:
         return True
+    _check_unchanged()
     kind = x.device.type
     if kind == "cpu":
-        if os.environ.get("TRITON_INTERPRET") != _ENV_AT_IMPORT:
-            raise RuntimeError(
-                "TRITON_INTERPRET was changed after ftkernels was imported, expected it to be set before"
-            )
         return not _INTERPRETED
     if kind == "cuda":
         _check_capability(x.device.index)
@@ -77,11 +84,23 @@ def use_reference(x: torch.Tensor) -> bool:
     if kind == "meta":
         return False
     raise UnsupportedDeviceError(
-        f"device is {x.device}, expected cuda, cpu or meta; FTKERNELS_BACKEND=reference runs anywhere"
+        f"device is {x.device}, expected cuda, cpu or meta; "
+        "FTKERNELS_BACKEND=reference runs anywhere"
     )
 
 
-@lru_cache(maxsize=None)
+def _check_unchanged() -> None:
+    # the text first, as it costs least: this runs once for every op of a decode step
+    if os.environ.get("TRITON_INTERPRET") == _ENV_AT_IMPORT:
+        return
+    if bool(triton.knobs.runtime.interpret) != _INTERPRETED:
+        raise RuntimeError(
+            "TRITON_INTERPRET was changed after ftkernels was imported, "
+            "expected it to be set before"
+        )
+
+
+@cache
 def _check_capability(index: int) -> None:
     capability = torch.cuda.get_device_capability(index)
     if capability < _OLDEST_CAPABILITY:

@@ -1,4 +1,4 @@
-"""Uniform refusals: `<op>: <argument> is <value>, expected <what>`. Messages are built only on failure."""
+"""Uniform refusals: `<op>: <argument> is <value>, expected <what>`, built only on failure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Shape = Sequence[int | None]
 
 
 def require(condition: bool, message: str | Callable[[], str]) -> None:
-    """Raise `ValueError` unless `condition`; pass a function where the message costs something to build."""
+    """Raise `ValueError` unless `condition`; a costly message is passed as a function."""
     if not condition:
         raise ValueError(message if isinstance(message, str) else message())
 
@@ -27,9 +27,15 @@ def dtype(op: str, name: str, x: object, dtypes: Sequence[torch.dtype]) -> None:
 
 
 def shape(op: str, name: str, x: torch.Tensor, dims: Shape, text: str) -> None:
-    """Raise `ValueError` unless `x` has these sizes (None: any); `text` is the shape in words, `[T, K]`."""
+    """Raise `ValueError` unless `x` has these sizes.
+
+    Args:
+        dims: the sizes, None for any.
+        text: the shape in words, `[T, K]`.
+    """
     sizes = x.shape
-    if len(sizes) != len(dims) or any(d is not None and d != s for d, s in zip(dims, sizes)):
+    fits = len(sizes) == len(dims)
+    if not fits or any(d is not None and d != s for d, s in zip(dims, sizes, strict=True)):
         known = ", ".join("?" if d is None else str(d) for d in dims)
         raise ValueError(f"{op}: {name} is {tuple(sizes)}, expected {text} = [{known}]")
 
@@ -59,7 +65,7 @@ def tensor(
         sizes = x.shape
         fits = len(sizes) == len(dims) and (not sizes or x.stride(-1) == 1)
         if fits and (like is None or x.device == like.device):
-            for wanted, size in zip(dims, sizes):
+            for wanted, size in zip(dims, sizes, strict=True):
                 if wanted is not None and wanted != size:
                     break
             else:
@@ -92,8 +98,11 @@ def output(
     if out is None:
         return torch.empty(size, dtype=wanted, device=like.device)
     tensor(op, name, out, (wanted,), size, "the result's shape", like)
+    if out.is_meta:
+        return out
+    begin, end = _span(out)
     for source in (like, *inputs):
-        if source is None or not overlaps(out, source):
+        if source is None or not _meets(source, begin, end):
             continue
         same = out.data_ptr() == source.data_ptr() and out.stride() == source.stride()
         require(
@@ -106,18 +115,29 @@ def output(
 
 def overlaps(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether the memory spans of two tensors meet (meta tensors: never)."""
-    if a.device.type == "meta" or a.device != b.device or not a.numel() or not b.numel():
+    if a.is_meta or a.device != b.device or not a.numel() or not b.numel():
         return False
     (a0, a1), (b0, b1) = _span(a), _span(b)
     return a0 < b1 and b0 < a1
 
 
+def _meets(x: torch.Tensor, begin: int, end: int) -> bool:
+    """Whether the memory span of `x` meets `[begin, end)`; most often two addresses tell."""
+    start = x.data_ptr()
+    return start < end and begin < end and x.numel() > 0 and _span(x)[1] > begin
+
+
 def _span(x: torch.Tensor) -> tuple[int, int]:
-    last = sum((n - 1) * s for n, s in zip(x.shape, x.stride()))
-    return x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size()
+    start = x.data_ptr()
+    if x.is_contiguous():
+        return start, start + x.numel() * x.element_size()
+    last = sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
+    return start, start + (last + 1) * x.element_size()
 
 
-def scratch(op: str, scratch: torch.Tensor | None, num_bytes: int, like: torch.Tensor) -> torch.Tensor:
+def scratch(
+    op: str, scratch: torch.Tensor | None, num_bytes: int, like: torch.Tensor
+) -> torch.Tensor:  # fmt: skip
     """`scratch` after checking it, or a new zeroed one of `num_bytes`."""
     if scratch is None:
         return torch.zeros(num_bytes, dtype=torch.uint8, device=like.device)

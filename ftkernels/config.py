@@ -1,4 +1,9 @@
-"""Finds a tuned entry, else the op's default. Memoized; never measures; the only reader of `configs/`."""
+"""Finds a tuned entry, else the op's default. Memoized; never measures; only reader of `configs/`.
+
+A file `configs/<gpu>/<op>.json` holds `op`, `gpu`, `schema` and a list of `entries`. An entry holds
+`key` (sizes by name), `config` (fields that overlay the default record), `source` ("measured" or
+"modelled"), `triton` and `source_hash`. What does not fit this process is ignored with one warning.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +13,14 @@ import inspect
 import json
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass, replace
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, TypeVar
+from types import MappingProxyType
+from typing import Any, TypeVar, get_type_hints
 
 import triton
 
@@ -20,16 +28,31 @@ from ftkernels import target
 
 Key = Mapping[str, int]
 Config = TypeVar("Config")
+FrozenKey = tuple[tuple[str, int], ...]
 SCHEMA = 1
 _ROOT = Path(__file__).with_name("configs")
 _BUCKET_TOP = 8192
-_pinned: dict[str, object] = {}
+_SOURCES = ("measured", "modelled")
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a lookup gave; `source` is "default", "pinned", or the entry's own."""
+
+    op: str
+    key: Key
+    config: Any
+    source: str
 
 
 @dataclass(frozen=True)
 class _Entry:
-    key: tuple[tuple[str, int], ...]
-    config: tuple[tuple[str, Any], ...]
+    fields: Mapping[str, Any]
+    source: str
+
+
+_pinned: ContextVar[Mapping[str, object]] = ContextVar("pinned", default=MappingProxyType({}))
+_watcher: ContextVar[Callable[[Found], None] | None] = ContextVar("watcher", default=None)
 
 
 def bucket(n: int) -> int:
@@ -38,38 +61,64 @@ def bucket(n: int) -> int:
 
 
 def lookup(op: str, key: Key, default: Callable[[Any], Config], *, grows: str = "") -> Config:
-    """The config of `op` for `key`: exact entry, else the bucket of `grows`, else `default(key)`."""
-    pinned = _pinned.get(op)
-    if pinned is not None:
-        return pinned  # type: ignore[return-value]
-    return _lookup(op, target.config_name(), tuple(sorted(key.items())), default, grows)
+    """The config of `op` for `key`: exact entry, else the bucket of `grows`, else `default(key)`.
+
+    Args:
+        key: sizes by name.
+        default: gives the record that an entry's fields overlay; its module's source is what an
+            entry must have been made from.
+        grows: the field of `key` whose power-of-two bucket is tried when no entry is exact.
+    """
+    pinned = _pinned.get()
+    if op in pinned:
+        found = Found(op, key, pinned[op], "pinned")
+    else:
+        found = _find(op, target.config_name(), tuple(sorted(key.items())), default, grows)
+    watcher = _watcher.get()
+    if watcher is not None:
+        watcher(found)
+    config: Config = found.config
+    return config
 
 
 @contextlib.contextmanager
 def pin(op: str, config: object) -> Iterator[None]:
     """Every lookup of `op` gives `config` while the context is open; for tests and the tuner."""
-    before = _pinned.get(op)
-    _pinned[op] = config
+    token = _pinned.set({**_pinned.get(), op: config})
     try:
         yield
     finally:
-        _pinned.pop(op)
-        if before is not None:
-            _pinned[op] = before
+        _pinned.reset(token)
+
+
+@contextlib.contextmanager
+def watch(watcher: Callable[[Found], None]) -> Iterator[None]:
+    """Tell `watcher` of every lookup while the context is open."""
+    token = _watcher.set(watcher)
+    try:
+        yield
+    finally:
+        _watcher.reset(token)
+
+
+def forget() -> None:
+    """Read `configs/` afresh from now on; for whoever has written there."""
+    _find.cache_clear()
+    _entries.cache_clear()
 
 
 @lru_cache(maxsize=4096)
-def _lookup(
-    op: str, gpu: str, key: tuple[tuple[str, int], ...], default: Callable[[Any], Any], grows: str
-) -> Any:
-    base = default(dict(key))
-    known = _entries(op, gpu, source_hash(default), type(base))
-    wanted = dict(key)
-    for candidate in (wanted, {**wanted, grows: bucket(wanted[grows])} if grows in wanted else None):
-        entry = known.get(tuple(sorted(candidate.items()))) if candidate else None
-        if entry is not None:
-            return replace(base, **dict(entry.config))
-    return base
+def _find(op: str, gpu: str, key: FrozenKey, default: Callable[[Any], Any], grows: str) -> Found:
+    sizes = dict(key)
+    base = default(sizes)
+    record: Callable[..., Any] = type(base)
+    known = _entries(op, gpu, source_hash(default), record)
+    entry = known.get(key)
+    if entry is None and grows in sizes:
+        entry = known.get(tuple(sorted({**sizes, grows: bucket(sizes[grows])}.items())))
+    if entry is None:
+        return Found(op, sizes, base, "default")
+    return Found(op, sizes, replace(base, **entry.fields), entry.source)
 
 
 @lru_cache(maxsize=256)
@@ -80,36 +129,73 @@ def source_hash(function: Callable[..., Any]) -> str:
 
 
 @lru_cache(maxsize=256)
-def _entries(op: str, gpu: str, source: str, record: type) -> dict[tuple[tuple[str, int], ...], _Entry]:
+def _entries(
+    op: str, gpu: str, source: str, record: Callable[..., Any]
+) -> Mapping[FrozenKey, _Entry]:  # fmt: skip
     path = _ROOT / gpu / f"{op}.json"
     if not path.exists():
         return {}
     try:
-        return _read(path, op, gpu, source, record)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        warnings.warn(f"config file {path} ignored: {error}", stacklevel=2)
+        data = json.loads(path.read_text())
+        _check_head(data, op, gpu)
+    except (OSError, ValueError) as error:
+        warnings.warn(f"config file {path} ignored: {error}", stacklevel=5)
         return {}
-
-
-def _read(
-    path: Path, op: str, gpu: str, source: str, record: type
-) -> dict[tuple[tuple[str, int], ...], _Entry]:
-    data = json.loads(path.read_text())
-    if data["schema"] != SCHEMA or data["op"] != op or data["gpu"] != gpu:
-        raise ValueError(f"schema, op or gpu differ from {SCHEMA}, {op}, {gpu}")
-    known = {f.name for f in fields(record)} if is_dataclass(record) else set()
-    tested = ".".join(triton.__version__.split(".")[:2])
-    found, ignored = {}, []
+    found: dict[FrozenKey, _Entry] = {}
+    ignored: Counter[str] = Counter()
     for entry in data["entries"]:
-        minor = ".".join(str(entry["triton"]).split(".")[:2])
-        if entry["source_hash"] != source or minor != tested or set(entry["config"]) - known:
-            ignored.append(entry["key"])
-            continue
-        key = tuple(sorted(entry["key"].items()))
-        found[key] = _Entry(key, tuple(entry["config"].items()))
+        reason = _refusal(entry, source, record)
+        if reason:
+            ignored[reason] += 1
+        else:
+            key = tuple(sorted(entry["key"].items()))
+            found[key] = _Entry(entry["config"], entry["source"])
     if ignored:
-        warnings.warn(
-            f"config file {path}: {len(ignored)} entries ignored (other source, Triton or fields)",
-            stacklevel=2,
-        )
+        reasons = ", ".join(f"{count} for {reason}" for reason, count in ignored.items())
+        warnings.warn(f"config file {path}: entries ignored, {reasons}", stacklevel=5)
     return found
+
+
+def _check_head(data: object, op: str, gpu: str) -> None:
+    if not isinstance(data, dict):
+        raise ValueError(f"it holds {type(data).__name__}, expected an object")
+    for name, wanted in (("schema", SCHEMA), ("op", op), ("gpu", gpu)):
+        if data.get(name) != wanted:
+            raise ValueError(f"{name} is {data.get(name)!r}, expected {wanted!r}")
+    if not isinstance(data.get("entries"), list):
+        raise ValueError("entries is missing, expected a list")
+
+
+def _refusal(entry: object, source: str, record: Callable[..., Any]) -> str:
+    """Why an entry does not apply here; empty when it does."""
+    if not isinstance(entry, dict):
+        return "not being an object"
+    key, config = entry.get("key"), entry.get("config")
+    if not isinstance(key, dict) or not all(type(size) is int for size in key.values()):
+        return "a damaged key"
+    if not isinstance(config, dict) or entry.get("source") not in _SOURCES:
+        return "a damaged entry"
+    if entry.get("source_hash") != source:
+        return "another source hash"
+    if _minor(str(entry.get("triton"))) != _minor(triton.__version__):
+        return f"a Triton other than {_minor(triton.__version__)}"
+    types = get_type_hints(record)
+    if set(config) - set(types):
+        return "an unknown field"
+    if not all(_legal(name, value, types[name]) for name, value in config.items()):
+        return "a value that no config has"
+    return ""
+
+
+def _legal(name: str, value: object, kind: Any) -> bool:
+    """Whether a value may stand in a config: of the field's type, and a size Triton can launch."""
+    if kind is not int:
+        return type(value) is kind
+    if type(value) is not int or value < 1:
+        return False
+    is_power = value & (value - 1) == 0
+    return is_power or not (name.startswith("block_") or name.endswith("warps"))
+
+
+def _minor(version: str) -> str:
+    return ".".join(version.split(".")[:2])

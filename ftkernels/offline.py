@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-import re
-from collections import Counter
+from dataclasses import dataclass
 from typing import Any
 
 from ftkernels import backend
-from ftkernels.config import pin
+from ftkernels.config import Found, pin, watch
 from ftkernels.spec import Case, KernelSpec
-from ftkernels.testing import aot
+from ftkernels.testing import aot, sass
 
 Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """One launch of an op, and the lookup its config came from (None: the launch looks up none)."""
+
+    launch: aot.Launch
+    found: Found | None
 
 
 def compile_for(
@@ -28,36 +35,46 @@ def compile_for(
 
     Returns:
         One dict per launch, in order: `kernel`, `registers`, `spill_bytes` (from `ptxas -v`),
-        `shared_bytes`, `fits`, `warps_per_sm`, `grid`, `sass` (opcode -> count).
+        `shared_bytes`, `fits`, `warps_per_sm`, `grid`, `sass` (opcode -> count in the hot loop).
 
     Raises:
         RuntimeError: `TRITON_INTERPRET` is on; offline compiles need another process.
+        ValueError: no facts are known for `arch`.
     """
+    launches = [x.launch for x in compile_launches(spec, case, arch=arch, config=config)]
+    return [_row(launch) for launch in launches]
+
+
+def compile_launches(
+    spec: KernelSpec, case: Case, *, arch: int = 89, config: object = None
+) -> list[Compiled]:
+    """As `compile_for`, before anything is read off: machine code is printed on demand only."""
     if backend.interpreted():
         raise RuntimeError("compile_for: TRITON_INTERPRET is on, expected a process without it")
-    pinned = pin(spec.name, config) if config is not None else contextlib.nullcontext()
-    with pinned, aot.capture_launches(arch=arch) as got:
+    found: list[tuple[int, Found]] = []  # number of launches before the lookup
+    pinned = contextlib.nullcontext() if config is None else pin(spec.name, config)
+    with (
+        pinned, aot.capture_launches(arch=arch) as got,
+        watch(lambda lookup: found.append((len(got.launches), lookup))),
+    ):  # fmt: skip
         args, kwargs = spec.inputs(case, device="meta", seed=0)
         spec.op(*args, **kwargs)
-    return [_row(launch, arch) for launch in got.launches]
+    compiled = []
+    for index, launch in enumerate(got.launches):
+        before = [lookup for launches, lookup in found if launches <= index]
+        compiled.append(Compiled(launch, before[-1] if before else None))
+    return compiled
 
 
-def _row(launch: aot.Launch, arch: int) -> Row:
+def _row(launch: aot.Launch) -> Row:
     report = launch.report
     return {
         "kernel": launch.name,
         "registers": report.regs,
-        "spill_bytes": _spill_bytes(report.ptx, arch),
+        "spill_bytes": report.spill_bytes,
         "shared_bytes": report.shared,
         "fits": report.fits,
         "warps_per_sm": report.blocks_per_sm * report.num_warps,
         "grid": launch.grid,
-        "sass": dict(Counter(re.findall(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)",
-                                        report.sass, re.M))),
-    }  # fmt: skip
-
-
-def _spill_bytes(ptx: str, arch: int) -> int:
-    text = aot.ptxas_v(ptx, arch)
-    return sum(int(n) for n in re.findall(r"(\d+) bytes spill (?:stores|loads)", text))
-
+        "sass": dict(sass.hot_loop(report.sass)),
+    }

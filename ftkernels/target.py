@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 
 import torch
 
@@ -36,6 +39,8 @@ TARGETS = {
                 96 << 20, 1792.0, 209.0, 419.0, 55.0),
 }  # fmt: skip
 
+_offline_arch: ContextVar[int | None] = ContextVar("offline_arch", default=None)
+
 
 def of_arch(arch: int) -> Target:
     """The card that stands for a compute capability.
@@ -48,21 +53,36 @@ def of_arch(arch: int) -> Target:
     return TARGETS[arch]
 
 
-@lru_cache(maxsize=None)
+@contextlib.contextmanager
+def offline(arch: int) -> Iterator[Target]:
+    """While the context is open, configs are looked up for the card of `arch`, not this machine.
+
+    Raises:
+        ValueError: no facts are known for `arch`.
+    """
+    token = _offline_arch.set(arch)
+    try:
+        yield of_arch(arch)
+    finally:
+        _offline_arch.reset(token)
+
+
+@cache
 def gpu_name(index: int) -> str:
     """Name of CUDA device `index`, in the spelling of `configs/`."""
     return torch.cuda.get_device_name(index).lower().replace(" ", "_")
 
 
+@cache
+def _has_cuda() -> bool:
+    return torch.cuda.is_available()
+
+
 def config_name() -> str:
-    """Whose tuned configs apply now: the current card's, or the captured arch's, else the RTX 4090's."""
-    from triton.runtime import driver
-
-    from ftkernels.testing.aot import FakeCuda
-
-    active = driver._active
-    if isinstance(active, FakeCuda):
-        return of_arch(active.arch).name
-    if torch.cuda.is_available():
+    """Whose tuned configs apply: those of `offline`, of the current card, or of the RTX 4090."""
+    arch = _offline_arch.get()
+    if arch is not None:
+        return of_arch(arch).name
+    if _has_cuda():
         return gpu_name(torch.cuda.current_device())
     return TARGETS[89].name

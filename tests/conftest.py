@@ -1,4 +1,4 @@
-"""Lanes: plain (reference), TRITON_INTERPRET=1 (kernels interpreted), and a card when there is one."""
+"""Lanes: plain (reference), TRITON_INTERPRET=1 (interpreted), and a card when there is one."""
 
 from __future__ import annotations
 

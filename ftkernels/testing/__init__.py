@@ -1,14 +1,17 @@
-"""Help for tests of kernels, ours and other engines': comparison with a report, poison, seeds, launch counts."""
+"""Help for tests of kernels, ours and other engines': comparison, poison, seeds, launch counts."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 from unittest import mock
 
 import torch
 
 __all__ = ["assert_close", "count_launches", "nan_poison", "randn"]
+
+_FAR = 1 << 40  # more units in the last place than any two numbers are apart
 
 
 def randn(
@@ -31,37 +34,45 @@ def assert_close(
     Args:
         rtol, atol: elementwise, as in `torch.allclose`.
         max_ulp: units in the last place of the tensors' dtype instead.
-        row_tol: error relative to the largest magnitude of the expected row instead.
+        row_tol: error relative to the largest finite magnitude of the expected row instead.
 
     Raises:
-        AssertionError: shape or dtype differ, or a value is off; NaN equals NaN, infinities their like.
+        AssertionError: shape or dtype differ, or a value is off. NaN equals NaN and an infinity its
+            like; neither is ever close to a number.
     """
-    assert actual.shape == expected.shape, f"shape {tuple(actual.shape)}, expected {tuple(expected.shape)}"
+    shapes = tuple(actual.shape), tuple(expected.shape)
+    assert shapes[0] == shapes[1], f"shape {shapes[0]}, expected {shapes[1]}"
     assert actual.dtype == expected.dtype, f"dtype {actual.dtype}, expected {expected.dtype}"
     if not actual.numel():
         return
     a, e = actual.detach().cpu(), expected.detach().cpu()
     wide_a, wide_e = a.double(), e.double()
     same = (wide_a == wide_e) | (wide_a.isnan() & wide_e.isnan())
-    error = (wide_a - wide_e).abs().masked_fill(same, 0.0).nan_to_num(nan=float("inf"))
+    finite = wide_a.isfinite() & wide_e.isfinite()
+    error = (wide_a - wide_e).abs().masked_fill(~finite, float("inf")).masked_fill(same, 0.0)
     if max_ulp is not None:
-        off = (_ordinal(a) - _ordinal(e)).abs().masked_fill(same, 0)
-        off = off.masked_fill(wide_a.isnan() ^ wide_e.isnan(), 1 << 40)
+        off = (_ordinal(a) - _ordinal(e)).abs().masked_fill(~finite, _FAR).masked_fill(same, 0)
         bad, limit = off > max_ulp, f"{max_ulp} ulp (largest: {int(off.max())})"
     elif row_tol is not None:
-        scale = wide_e.abs().nan_to_num(posinf=0.0).amax(-1, keepdim=True).clamp_min(1e-30)
-        bad, limit = error > row_tol * scale, f"{row_tol:g} of the row's maximum"
+        scale = wide_e.abs().masked_fill(~wide_e.isfinite(), 0.0).amax(-1, keepdim=True)
+        bad, limit = error > row_tol * scale.clamp_min(1e-30), f"{row_tol:g} of the row's maximum"
     else:
         bad, limit = error > atol + rtol * wide_e.abs(), f"rtol {rtol:g}, atol {atol:g}"
-    bad &= ~same
-    if not bad.any():
-        return
-    where = tuple(int(i) for i in torch.unravel_index(error.masked_fill(~bad, -1).argmax(), a.shape))
+    bad = (bad | ~finite) & ~same
+    if bad.any():
+        raise AssertionError(_report(wide_a, wide_e, error, bad, limit))
+
+
+def _report(
+    a: torch.Tensor, e: torch.Tensor, error: torch.Tensor, bad: torch.Tensor, limit: str
+) -> str:
+    worst = error.masked_fill(~bad, -1).argmax()
+    where = tuple(int(i) for i in torch.unravel_index(worst, a.shape))
     finite = error[error.isfinite()]
     rms = float(finite.square().mean().sqrt()) if finite.numel() else float("nan")
-    raise AssertionError(
+    return (
         f"{int(bad.sum())} of {a.numel()} values differ by more than {limit}; worst at {where}: "
-        f"{wide_a[where].item():.9g}, expected {wide_e[where].item():.9g}; "
+        f"{a[where].item():.9g}, expected {e[where].item():.9g}; "
         f"largest error {error.max().item():.3g}, rms {rms:.3g}"
     )
 
@@ -87,11 +98,11 @@ def count_launches() -> Iterator[Launches]:
     got = Launches()
     grid_call, jit_run = interpreter.GridExecutor.__call__, JITFunction.run
 
-    def call(self, *args, **kwargs):  # type: ignore[no-untyped-def]
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         got.append(self.fn.__name__)
         return grid_call(self, *args, **kwargs)
 
-    def run(self, *args, **kwargs):  # type: ignore[no-untyped-def]
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not kwargs.get("warmup"):
             got.append(self.fn.__name__)
         return jit_run(self, *args, **kwargs)
@@ -105,20 +116,18 @@ def count_launches() -> Iterator[Launches]:
 
 @contextlib.contextmanager
 def nan_poison() -> Iterator[None]:
-    """`torch.empty` and its relatives give NaN (integers: 0x5A bytes), so that unwritten output shows."""
-    names = ("empty", "empty_like", "empty_strided")
+    """`torch.empty` and its relatives give NaN (integers: 0x5A bytes): unwritten output shows."""
     with contextlib.ExitStack() as stack:
-        for name in names:
-            original = getattr(torch, name)
-            stack.enter_context(mock.patch.object(torch, name, _poisoned(original)))
-        stack.enter_context(
-            mock.patch.object(torch.Tensor, "new_empty", _poisoned(torch.Tensor.new_empty))
-        )
+        for name in ("empty", "empty_like", "empty_strided"):
+            poisoned = _poisoned(getattr(torch, name))
+            stack.enter_context(mock.patch.object(torch, name, poisoned))
+        poisoned = _poisoned(torch.Tensor.new_empty)
+        stack.enter_context(mock.patch.object(torch.Tensor, "new_empty", poisoned))
         yield
 
 
-def _poisoned(original):  # type: ignore[no-untyped-def]
-    def make(*args, **kwargs):  # type: ignore[no-untyped-def]
+def _poisoned(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def make(*args: Any, **kwargs: Any) -> torch.Tensor:
         x = original(*args, **kwargs)
         if x.device.type == "meta" or not x.numel():
             return x
