@@ -13,10 +13,10 @@ from ftkernels import check
 from ftkernels.attention.pools import (
     INDEX_GROUP, KV_GROUP, check_index_pool, check_pool, empty_pool, write_index_rows, write_rows,
 )  # fmt: skip
-from ftkernels.norm.rms_norm import rms_norm
-from ftkernels.quant.hadamard import hadamard
-from ftkernels.quant.round_trip import quant_round_trip
-from ftkernels.rope.rope import apply_rope
+from ftkernels.norm.rms_norm import normed
+from ftkernels.quant.hadamard import hadamard_reference
+from ftkernels.quant.round_trip import round_tripped
+from ftkernels.rope.rope import rotate
 from ftkernels.spec import Case, Inputs, KernelSpec
 from ftkernels.testing import randn
 
@@ -181,19 +181,19 @@ def _finish(
     """Norm, RoPE, round trip and store of rows ``first..``."""
     dtype = torch.float32 if pool.dtype == torch.float32 else torch.bfloat16
     numbers = torch.arange(first, first + rows.shape[0], device=rows.device)
-    rows = rms_norm(rows.to(dtype), norm_weight, eps=eps)
-    rows = apply_rope(rows, numbers * ratio, cos, sin, out=rows)
+    rows = normed(rows.to(dtype), norm_weight, eps).to(dtype)
+    rows = rotate(rows, numbers * ratio, cos, sin, False, rows)
     per_page = pool.shape[1]
     where = pages[numbers // per_page].long()
     if store == "index":
-        rows = hadamard(rows)
+        rows = hadamard_reference(rows)
         if kv_format == "bf16":
-            rows = quant_round_trip(rows, fmt="fp4", group=INDEX_GROUP)
+            rows = round_tripped(rows, "fp4", INDEX_GROUP)
         write_index_rows(pool, where, numbers % per_page, rows, kv_format)
         return
     if store == "kv" and kv_format == "bf16":
         channels = rows.shape[1] - 2 * cos.shape[1]
-        rows = quant_round_trip(rows, fmt="fp8", group=KV_GROUP, channels=channels)
+        rows = round_tripped(rows, "fp8", KV_GROUP, channels)
     write_rows(pool, where, numbers % per_page, rows, kv_format)
 
 

@@ -14,7 +14,7 @@ from ftkernels.attention.merge import outputs
 from ftkernels.attention.prefill import SPEC as _PREFILL
 from ftkernels.attention.prefill import Result
 from ftkernels.linear.linear import matmul_rows, wide
-from ftkernels.rope.rope import apply_rope
+from ftkernels.rope.rope import rotate
 from ftkernels.spec import Case, Inputs, KernelSpec
 
 
@@ -86,7 +86,7 @@ def mla_decode_reference(
         mixed, total = _attend(q[s], pools, s, length, picks, softmax_scale, sink, return_lse)
         if cos is not None and sin is not None:
             position = torch.tensor([length - 1], device=q.device)
-            mixed = apply_rope(mixed, position, cos, sin, inverse=True, out=mixed)
+            mixed = rotate(mixed, position, cos, sin, True, mixed)
         result[s] = mixed[0]
         if lse is not None and total is not None:
             lse[s] = total[0]

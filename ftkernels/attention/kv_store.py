@@ -10,9 +10,9 @@ import torch
 
 from ftkernels import check
 from ftkernels.attention.pools import KV_GROUP, check_pool, empty_pool, read_rows, write_rows
-from ftkernels.norm.rms_norm import rms_norm
-from ftkernels.quant.round_trip import quant_round_trip
-from ftkernels.rope.rope import apply_rope
+from ftkernels.norm.rms_norm import normed
+from ftkernels.quant.round_trip import round_tripped
+from ftkernels.rope.rope import rotate
 from ftkernels.spec import Case, Inputs, KernelSpec
 from ftkernels.testing import randn
 
@@ -62,12 +62,13 @@ def store_kv_reference(
     if num_tokens == 0:
         return
     if norm_weight is not None:
-        kv = rms_norm(kv, norm_weight, eps=eps)
+        kv = normed(kv, norm_weight, eps).to(kv.dtype)
     if positions is not None and cos is not None and sin is not None:
         # a normed row is a copy already
-        kv = apply_rope(kv, positions, cos, sin, out=None if norm_weight is None else kv)
+        out = torch.empty_like(kv) if norm_weight is None else kv
+        kv = rotate(kv, positions, cos, sin, False, out)
     if round_trip and kv_format == "bf16":
-        kv = quant_round_trip(kv, fmt="fp8", group=KV_GROUP, channels=head_dim - rope_dim)
+        kv = round_tripped(kv, "fp8", KV_GROUP, head_dim - rope_dim)
     rows = pool.shape[1]
     if num_tokens == 1 and kv_format == "bf16":
         slot = int(slot_mapping)

@@ -10,8 +10,16 @@ import torch
 
 from ftkernels import check
 from ftkernels.linear.linear import wide
-from ftkernels.quant.act_quant import quantize_fp8
-from ftkernels.quant.weight_quant import dequantize_fp4, dequantize_fp8, quantize_fp4
+from ftkernels.quant.act_quant import quantize_fp8_reference as quantize_fp8
+from ftkernels.quant.weight_quant import (
+    dequantize_fp4_reference as dequantize_fp4,
+)
+from ftkernels.quant.weight_quant import (
+    dequantize_fp8_reference as dequantize_fp8,
+)
+from ftkernels.quant.weight_quant import (
+    quantize_fp4_reference as quantize_fp4,
+)
 
 PACKED_HEAD_DIM, PACKED_ROPE_DIM = 512, 64
 _VALUES, _DATA, _SCALES = 448, 576, 8

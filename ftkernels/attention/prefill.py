@@ -16,7 +16,7 @@ from ftkernels.attention.merge import outputs
 from ftkernels.attention.pools import empty_pool
 from ftkernels.attention.ragged import sequences
 from ftkernels.linear.linear import matmul_rows, wide
-from ftkernels.rope.rope import apply_rope
+from ftkernels.rope.rope import rotate
 from ftkernels.spec import Case, Inputs, KernelSpec
 from ftkernels.testing import randn
 
@@ -99,7 +99,7 @@ def mla_prefill_reference(
             mixed, total = _attend(q[rows], pools, s, block, lo, picks, softmax_scale, sink, return_lse)
             if cos is not None and sin is not None:
                 positions = torch.arange(lo, hi, device=q.device)
-                mixed = apply_rope(mixed, positions, cos, sin, inverse=True, out=mixed)
+                mixed = rotate(mixed, positions, cos, sin, True, mixed)
             result[rows] = mixed.to(q.dtype)
             if lse is not None and total is not None:
                 lse[rows] = total

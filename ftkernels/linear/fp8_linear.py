@@ -10,8 +10,8 @@ import torch
 
 from ftkernels import check
 from ftkernels.linear.linear import check_path, matmul_rows, wide
-from ftkernels.norm.rms_norm import rms_norm
-from ftkernels.quant.round_trip import quant_round_trip
+from ftkernels.norm.rms_norm import normed
+from ftkernels.quant.round_trip import round_tripped
 from ftkernels.quant.weight_quant import dequantize_fp8
 from ftkernels.spec import Case, Inputs, KernelSpec
 from ftkernels.testing import randn
@@ -72,10 +72,10 @@ def fp8_linear_reference(
         operand = dequantize_fp8(x[0], x[1], group=BLOCK, dtype=torch.float32)
     else:
         if norm_weight is not None:
-            dense = rms_norm(dense, norm_weight, eps=eps)
+            dense = normed(dense, norm_weight, eps).to(dense.dtype)
         operand = wide(dense)
         if activation == "fp8":
-            operand = quant_round_trip(operand, fmt="fp8", group=BLOCK)
+            operand = round_tripped(operand, "fp8", BLOCK)
     result = matmul_rows(operand, widen_weight(weight, weight_scale), path)
     if out is not None:
         return out.copy_(result)

@@ -89,6 +89,8 @@ def batched_matmul_rows(
     """fp32 ``x [B, T, K] @ weight [B, N, K].T`` whose rows do not depend on ``T``."""
     num_rows = x.shape[1]
     if path == "gemv" and x.device.type == "cpu":
+        if num_rows == 1:
+            return torch.bmm(x, weight.transpose(1, 2))
         rows = [torch.bmm(row, weight.transpose(1, 2)) for row in x.split(1, dim=1)]
         return torch.cat(rows, dim=1) if rows else x.new_empty(x.shape[0], 0, weight.shape[1])
     if num_rows >= _MIN_ROWS or x.device.type != "cpu":

@@ -8,9 +8,9 @@ import torch
 
 from ftkernels import check
 from ftkernels.linear.linear import matmul_rows, wide
-from ftkernels.moe.swiglu import swiglu_clamp_reference
+from ftkernels.moe.swiglu import activated
 from ftkernels.quant.pack import unpack_fp4
-from ftkernels.quant.round_trip import quant_round_trip
+from ftkernels.quant.round_trip import round_tripped
 from ftkernels.quant.weight_quant import dequantize_fp4, dequantize_fp8
 
 GROUP = 32
@@ -74,7 +74,7 @@ def widen_x(x: torch.Tensor, x_scale: torch.Tensor | None, activation: str) -> t
         return dequantize_fp8(x, x_scale, group=ACT_GROUP, dtype=torch.float32)
     if activation == "bf16":
         return wide(x)
-    return quant_round_trip(wide(x), fmt="fp8", group=ACT_GROUP)
+    return round_tripped(wide(x), "fp8", ACT_GROUP)
 
 
 def slots_of(ids: Sequence[int], slot_of_expert: torch.Tensor | None) -> list[int]:
@@ -122,7 +122,7 @@ def finish_routes(
     """Activation and route weight in fp32, before the one rounding."""
     weights = None if route_weights is None else route_weights[list(routes)]
     if swiglu_limit is not None:
-        return swiglu_clamp_reference(products, limit=swiglu_limit, weights=weights)
+        return activated(products, swiglu_limit, weights)
     return products if weights is None else products * weights[:, None]
 
 

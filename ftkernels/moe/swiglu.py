@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from ftkernels import backend, check, config
+from ftkernels.linear.linear import wide
 from ftkernels.spec import Case, Inputs, KernelSpec
 from ftkernels.target import Target
 from ftkernels.testing import randn
@@ -45,7 +46,7 @@ def swiglu_clamp(
     if num_tokens == 0 or inter == 0:
         return out
     if backend.use_reference(gate_up):
-        return swiglu_clamp_reference(gate_up, limit=limit, weights=weights, out=out)
+        return out.copy_(activated(gate_up, limit, weights))
     cfg = config.lookup("swiglu_clamp", {"T": num_tokens, "I": inter}, default_config, grows="T")
     with backend.on_device(gate_up):
         _swiglu_clamp_kernel[(num_tokens, triton.cdiv(inter, cfg.block_i))](
@@ -82,12 +83,16 @@ def swiglu_clamp_reference(
 ) -> torch.Tensor:  # fmt: skip
     """The definition in plain torch, sharing nothing with the kernel."""
     out = _checked(gate_up, limit, weights, out)
-    bound = limit if limit > 0 else float("inf")
-    gate, up = gate_up.float().chunk(2, dim=-1)
-    activated = torch.nn.functional.silu(gate.clamp(max=bound)) * up.clamp(-bound, bound)
-    if weights is not None:
-        activated = activated * weights[:, None]
-    return out.copy_(activated)
+    return out.copy_(activated(gate_up, limit, weights))
+
+
+def activated(gate_up: torch.Tensor, limit: float, weights: torch.Tensor | None) -> torch.Tensor:
+    """The formula in fp32 without checks, for references that activate as a part of what they do."""
+    gate, up = wide(gate_up).chunk(2, dim=-1)
+    if limit > 0:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    result = torch.nn.functional.silu(gate).mul_(up)
+    return result if weights is None else result.mul_(weights[:, None])
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ import triton.language as tl
 
 from ftkernels import backend, check, config
 from ftkernels.rows import fold_rows
+from ftkernels.linear.linear import wide
 from ftkernels.spec import Case, Inputs, KernelSpec
 from ftkernels.target import Target
 from ftkernels.testing import randn
@@ -103,9 +104,14 @@ def _rms_norm(
     if residual is not None:
         residual.copy_(x.float() + residual.float())
         x = residual
-    wide = x.float()
-    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True).add_(eps))
-    return out.copy_(normed if weight is None else normed.mul_(weight))
+    return out.copy_(normed(x, weight, eps))
+
+
+def normed(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
+    """The formula in fp32 without checks, for references that norm as a part of what they do."""
+    full = wide(x)
+    result = full * full.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
+    return result if weight is None else result.mul_(weight)
 
 
 @dataclass(frozen=True)

@@ -140,7 +140,7 @@ def apply_rope(
     if out.numel() == 0 or cos.shape[1] == 0:
         return out if out.data_ptr() == x.data_ptr() else out.copy_(x)
     if backend.use_reference(x):
-        return _apply_rope(x, positions, cos, sin, inverse, out)
+        return rotate(x, positions, cos, sin, inverse, out)
     heads, heads_out = (x, out) if x.ndim == 3 else (x.unsqueeze(1), out.unsqueeze(1))
     num_tokens, num_heads, width = heads.shape
     half = cos.shape[1]
@@ -191,13 +191,14 @@ def apply_rope_reference(
 ) -> torch.Tensor:  # fmt: skip
     """The definition in plain torch, sharing nothing with the kernel."""
     out = _checked(x, positions, cos, sin, out)
-    return out if out.numel() == 0 else _apply_rope(x, positions, cos, sin, inverse, out)
+    return out if out.numel() == 0 else rotate(x, positions, cos, sin, inverse, out)
 
 
-def _apply_rope(
+def rotate(
     x: torch.Tensor, positions: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
     inverse: bool, out: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
+    """The formula without checks, for references that rotate as a part of what they do."""
     # a pair of channels is a complex number, and turning it is one product
     turn = torch.complex(cos.index_select(0, positions), sin.index_select(0, positions))
     if inverse:
