@@ -90,6 +90,17 @@ def moe_combine_reference(
     return _reference(routed, topk_ids, shared, _checked(routed, topk_ids, shared, out_dtype, out))
 
 
+def combined(
+    routed: torch.Tensor, topk_ids: torch.Tensor | None, shared: torch.Tensor | None,
+    dtype: torch.dtype, out: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
+    """The formula for references that combine as a part of what they do."""
+    if out is None:
+        out = routed.new_empty(routed.shape[0], routed.shape[2], dtype=dtype)
+        return _reference(routed, topk_ids, shared, out)
+    return _reference(routed, topk_ids, shared, _checked(routed, topk_ids, shared, dtype, out))
+
+
 def _reference(
     routed: torch.Tensor, topk_ids: torch.Tensor | None, shared: torch.Tensor | None,
     out: torch.Tensor,

@@ -115,6 +115,22 @@ def expert_products(
     return routes, torch.cat(products) if products else rows.new_empty(0, weight.shape[1])
 
 
+def route_products(
+    rows: torch.Tensor, slots: Sequence[int], weight: torch.Tensor, scale: torch.Tensor | None, *,
+    packed: bool,
+) -> torch.Tensor:  # fmt: skip
+    """As ``expert_products`` by GEMV, a row for each route in its own order; every route has a slot."""
+    if packed and scale is not None:
+        weight, scale = unpack_fp4(weight, scale)
+    products = [
+        matmul_rows(
+            row, wide(weight[slot]) if scale is None else _widen(weight[slot], scale[slot]), "gemv"
+        )
+        for row, slot in zip(rows.split(1), slots, strict=True)
+    ]
+    return torch.cat(products)
+
+
 def finish_routes(
     products: torch.Tensor, routes: Sequence[int], swiglu_limit: float | None,
     route_weights: torch.Tensor | None,

@@ -9,11 +9,13 @@ from __future__ import annotations
 import torch
 
 from ftkernels import check
-from ftkernels.moe.combine import moe_combine
+from ftkernels.moe.combine import combined, moe_combine_reference
 from ftkernels.moe.experts import (
-    check_experts, check_slots, check_x, expert_products, finish_routes, slots_of, widen_x,
+    check_experts, check_slots, check_x, expert_products, finish_routes, route_products, slots_of,
+    widen_x,
 )  # fmt: skip
 from ftkernels.moe.gemm_fp4 import expert_weights
+from ftkernels.moe.swiglu import activated
 from ftkernels.spec import Case, Inputs, KernelSpec
 from ftkernels.testing import randn
 
@@ -71,6 +73,17 @@ def moe_fp4_reference(
         activation, path, packed,
     )  # fmt: skip
     dtype, channels = out_dtype or x.dtype, x.shape[1]
+    slots = slots_of(topk_ids.flatten().tolist(), slot_of_expert)
+    if path == "gemv" and routed_out is None and slots and min(slots) >= 0:
+        rows = widen_x(x, None, activation).repeat_interleave(topk, 0) if tokens > 1 else (
+            widen_x(x, None, activation).expand(topk, -1)
+        )
+        hidden = route_products(rows, slots, w13, w13_scale, packed=packed)
+        hidden = activated(hidden, swiglu_limit, topk_weights.flatten())
+        rows = widen_x(hidden if x.dtype == torch.float32 else hidden.to(x.dtype), None, activation)
+        down = route_products(rows, slots, w2, w2_scale, packed=packed)
+        routed = (down if dtype == torch.float32 else down.to(dtype)).view(tokens, topk, channels)
+        return combined(routed, None, shared, dtype, out)
     if routed_out is not None:
         size = (tokens, topk, channels)
         check.tensor(op, "routed_out", routed_out, (dtype,), size, "[T, topk, C]", x)
@@ -79,7 +92,6 @@ def moe_fp4_reference(
         routed = torch.empty(tokens, topk, channels, dtype=dtype, device=x.device)
     ids = topk_ids
     if tokens:
-        slots = slots_of(topk_ids.flatten().tolist(), slot_of_expert)
         routes, hidden = expert_products(
             widen_x(x, None, activation), [q // topk for q in range(tokens * topk)], slots,
             w13, w13_scale, packed=packed, path=path,
@@ -98,7 +110,7 @@ def moe_fp4_reference(
     if routed_out is not None:
         return routed_out
     skip = ids if any(i < 0 for i in ids.flatten().tolist()) else None
-    return moe_combine(routed, topk_ids=skip, shared=shared, out_dtype=dtype, out=out)
+    return moe_combine_reference(routed, topk_ids=skip, shared=shared, out_dtype=dtype, out=out)
 
 
 def _write(routed: torch.Tensor, routes: list[int], rows: torch.Tensor) -> None:
