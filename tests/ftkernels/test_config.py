@@ -1,0 +1,245 @@
+"""Tuned entries: which one applies, what it overlays, and what is ignored with one warning.
+
+Mutants tried: bucket rounded down, an entry replacing the whole record, hash unchecked, warning
+repeated at each lookup, booleans taken for sizes, pins leaking out of their context.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import triton
+
+from ftkernels import config, target
+
+GPU = "nvidia_geforce_rtx_4090"
+OP = "some_op"
+
+
+@dataclass(frozen=True)
+class Tiles:
+    block_i: int
+    num_splits: int
+    num_warps: int
+
+
+def default_tiles(key: dict[str, int]) -> Tiles:
+    """Splits follow the key, so that a test sees which key the default was asked with."""
+    return Tiles(block_i=64, num_splits=key["I"], num_warps=4)
+
+
+class Store:
+    """Writes entries as the tuner would, and counts the warnings of lookups."""
+
+    def __init__(self, root: Path) -> None:
+        self.path = root / GPU / f"{OP}.json"
+        self.path.parent.mkdir(parents=True)
+        self.entry: dict[str, Any] = {
+            "key": {"I": 48, "T": 512},
+            "config": {"block_i": 256},
+            "us": 9.1,
+            "source": "measured",
+            "triton": triton.__version__,
+            "source_hash": config.source_hash(default_tiles),
+        }
+
+    def write(self, *entries: object, **head: object) -> None:
+        data = {"op": OP, "gpu": GPU, "schema": 1, "entries": list(entries), **head}
+        self.path.write_text(json.dumps(data))
+        config.forget()
+
+
+@pytest.fixture
+def store(tmp_path, monkeypatch):
+    monkeypatch.setattr(config, "_ROOT", tmp_path)
+    config.forget()
+    with target.offline(89):
+        yield Store(tmp_path)
+    config.forget()
+
+
+def _lookup(**key: int) -> Tiles:
+    return config.lookup(OP, key, default_tiles, grows="T")
+
+
+DEFAULT = Tiles(64, 48, 4)
+
+
+@pytest.mark.parametrize(
+    ("n", "expected"),
+    [(0, 1), (1, 1), (2, 2), (3, 4), (64, 64), (65, 128), (8192, 8192), (10**6, 8192)],
+)
+def test_bucket(n, expected):
+    assert config.bucket(n) == expected
+
+
+def test_without_a_file_the_default_applies(store):
+    assert _lookup(T=512, I=48) == DEFAULT
+
+
+def test_exact_entry_overlays_the_default(store):
+    store.write(store.entry)
+    assert _lookup(T=512, I=48) == Tiles(256, 48, 4)
+    assert _lookup(I=48, T=512) == Tiles(256, 48, 4)  # the order of the sizes does not matter
+
+
+def test_bucket_entry_serves_the_sizes_below_it(store):
+    store.write(store.entry)
+    assert _lookup(T=257, I=48).block_i == 256
+    assert _lookup(T=511, I=48).block_i == 256
+    assert _lookup(T=256, I=48) == DEFAULT
+    assert _lookup(T=513, I=48) == DEFAULT
+    assert _lookup(T=512, I=47) == Tiles(64, 47, 4)  # only the growing size is bucketed
+
+
+def test_exact_entry_goes_before_its_bucket(store):
+    exact = {**store.entry, "key": {"I": 48, "T": 300}, "config": {"num_warps": 8}}
+    store.write(store.entry, exact)
+    assert _lookup(T=300, I=48) == Tiles(64, 48, 8)
+
+
+def test_sizes_above_the_last_bucket_take_it(store):
+    store.write({**store.entry, "key": {"I": 48, "T": 8192}})
+    assert _lookup(T=70000, I=48).block_i == 256
+
+
+def test_an_op_without_a_growing_size_is_matched_exactly(store):
+    store.write(store.entry)
+    assert config.lookup(OP, {"T": 500, "I": 48}, default_tiles) == DEFAULT
+    assert config.lookup(OP, {"T": 512, "I": 48}, default_tiles).block_i == 256
+
+
+def test_configs_follow_the_offline_target(store):
+    store.write(store.entry)
+    with target.offline(120):
+        assert _lookup(T=512, I=48) == DEFAULT
+    assert _lookup(T=512, I=48).block_i == 256
+
+
+REFUSED = {
+    "other source hash": {"source_hash": "0" * 16},
+    "no source hash": {"source_hash": None},
+    "older triton": {"triton": "3.5.0"},
+    "no triton": {"triton": None},
+    "unknown field": {"config": {"block_i": 256, "num_stages": 3}},
+    "text for a size": {"config": {"block_i": "256"}},
+    "truth for a size": {"config": {"num_warps": True}},
+    "negative size": {"config": {"num_splits": -1}},
+    "no power of two": {"config": {"block_i": 255}},
+    "odd warps": {"config": {"num_warps": 3}},
+    "config is a list": {"config": [["block_i", 256]]},
+    "key is a list": {"key": [["T", 512], ["I", 48]]},
+    "text in the key": {"key": {"T": "512", "I": 48}},
+    "other source": {"source": "guessed"},
+}
+
+
+@pytest.mark.parametrize("change", REFUSED.values(), ids=REFUSED)
+def test_t13_a_bad_entry_is_ignored_with_one_warning(change, store):
+    good = {**store.entry, "key": {"T": 1024, "I": 48}}
+    store.write({**store.entry, **change}, good)
+    with pytest.warns(UserWarning, match="entries ignored, 1 for") as caught:
+        results = [_lookup(T=512, I=48), _lookup(T=511, I=48), _lookup(T=1024, I=48)]
+    assert results == [DEFAULT, DEFAULT, Tiles(256, 48, 4)]
+    assert len(caught) == 1
+    assert str(store.path) in str(caught[0].message)
+
+
+HEADS: dict[str, dict[str, object]] = {
+    "other schema": {"schema": 2},
+    "other op": {"op": "another_op"},
+    "other gpu": {"gpu": "nvidia_h200"},
+    "entries missing": {"entries": None},
+    "entries by name": {"entries": {"a": 1}},
+}
+
+
+@pytest.mark.parametrize("head", HEADS.values(), ids=HEADS)
+def test_t13_a_file_for_something_else_is_ignored_with_one_warning(head, store):
+    store.write(store.entry, **head)
+    with pytest.warns(UserWarning, match=r"config file .* ignored: ") as caught:
+        assert [_lookup(T=512, I=48), _lookup(T=511, I=48)] == [DEFAULT, DEFAULT]
+    assert len(caught) == 1
+
+
+@pytest.mark.parametrize("keep", [0, 1, 40, -1], ids=str)
+def test_t13_a_truncated_file_is_ignored_with_one_warning(keep, store):
+    store.write(store.entry)
+    store.path.write_text(store.path.read_text()[:keep])
+    config.forget()
+    with pytest.warns(UserWarning, match="ignored: ") as caught:
+        assert [_lookup(T=512, I=48), _lookup(T=511, I=48)] == [DEFAULT, DEFAULT]
+    assert len(caught) == 1
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe\x00", b"[]", b"null", b"{}"], ids=str)
+def test_t13_a_damaged_file_is_ignored_with_one_warning(content, store):
+    store.path.write_bytes(content)
+    config.forget()
+    with pytest.warns(UserWarning, match="ignored: ") as caught:
+        assert _lookup(T=512, I=48) == DEFAULT
+    assert len(caught) == 1
+
+
+def test_an_entry_that_is_no_object_spoils_no_other(store):
+    store.write(7, None, store.entry)
+    with pytest.warns(UserWarning, match="entries ignored, 2 for not being an object"):
+        assert _lookup(T=512, I=48).block_i == 256
+
+
+def test_good_files_warn_of_nothing(store):
+    store.write(store.entry)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert _lookup(T=512, I=48).block_i == 256
+
+
+def test_lookups_are_memoized(store):
+    store.write(store.entry)
+    first = _lookup(T=512, I=48)
+    store.path.unlink()
+    assert _lookup(T=512, I=48) is first
+    config.forget()
+    assert _lookup(T=512, I=48) == DEFAULT
+
+
+def test_pin_holds_inside_its_context_only(store):
+    outer, inner = Tiles(1, 1, 1), Tiles(2, 2, 2)
+    with config.pin(OP, outer):
+        with contextlib.suppress(KeyError), config.pin(OP, inner):
+            assert _lookup(T=512, I=48) is inner
+            raise KeyError
+        assert _lookup(T=7, I=48) is outer
+        other = config.lookup("another_op", {"I": 48}, default_tiles)
+        assert other == DEFAULT
+    assert _lookup(T=512, I=48) == DEFAULT
+
+
+def test_watch_hears_where_a_config_came_from(store):
+    store.write(store.entry)
+    heard: list[config.Found] = []
+    with config.watch(heard.append):
+        _lookup(T=400, I=48)
+        _lookup(T=2, I=48)
+        with config.pin(OP, DEFAULT):
+            _lookup(T=1, I=48)
+    _lookup(T=3, I=48)
+    assert [found.source for found in heard] == ["measured", "default", "pinned"]
+    assert heard[0] == config.Found(OP, {"I": 48, "T": 400}, Tiles(256, 48, 4), "measured")
+
+
+def test_source_hash_is_of_the_module_that_defines_the_default():
+    from ftkernels.norm import rms_norm
+    from ftkernels.rope import rope
+
+    own = config.source_hash(default_tiles)
+    assert own == config.source_hash(_lookup)
+    assert len({own, config.source_hash(rms_norm.default_config)}) == 2
+    assert config.source_hash(rms_norm.default_config) != config.source_hash(rope.default_config)
+    assert len(own) == 16
