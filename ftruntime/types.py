@@ -1,7 +1,8 @@
 """Data that crosses component borders: requests, plans, results, events. Pure Python, no torch.
 
-A `StepPlan` is plain integers: which rows run, which tokens, which pages were assigned since the row's last plan.
-The scheduler makes it, every rank's executor executes it, and the scheduler commits the `StepResult`.
+A `StepPlan` is plain integers: which rows run, which tokens, which pages were assigned since the
+row's last plan. The scheduler makes it, every rank's executor executes it, and the scheduler
+commits the `StepResult`.
 """
 
 from __future__ import annotations
@@ -40,8 +41,10 @@ def _integer(value: object, low: int, high: int | None = None) -> bool:
 class SamplingParams:
     """How one request's tokens are drawn. Every field is validated; the error names the field.
 
-    `max_tokens=None` means up to the context limit. `logprobs=k` asks for the token itself and the `k` most probable
-    tokens at each generated position (0: the token alone), of the raw logits; `prompt_logprobs` likewise over the prompt.
+    `max_tokens=None` means up to the context limit. `logprobs=k` asks for the token itself and the
+    `k` most probable
+    tokens at each generated position (0: the token alone), of the raw logits; `prompt_logprobs`
+    likewise over the prompt.
     """
 
     temperature: float = 1.0
@@ -75,7 +78,9 @@ class SamplingParams:
         ):
             value = getattr(self, name)
             _require(_finite(value) and low <= value <= high, name, value, text)
-        _require(_finite(self.top_p) and 0 < self.top_p <= 1, "top_p", self.top_p, "a number in (0, 1]")
+        _require(
+            _finite(self.top_p) and 0 < self.top_p <= 1, "top_p", self.top_p, "a number in (0, 1]"
+        )
         _require(_integer(self.top_k, -1), "top_k", self.top_k, "an integer >= -1 (0 and -1: off)")
         _require(
             _finite(self.repetition_penalty) and 0 < self.repetition_penalty <= 100,
@@ -103,8 +108,9 @@ class SamplingParams:
             "stop_token_ids", list(self.stop_token_ids), "token ids >= 0",
         )  # fmt: skip
         _require(isinstance(self.ignore_eos, bool), "ignore_eos", self.ignore_eos, "true or false")
+        biases = self.logit_bias.items()
         _require(
-            all(_integer(t, 0) and _finite(b) and -100 <= b <= 100 for t, b in self.logit_bias.items()),
+            all(_integer(t, 0) and _finite(b) and -100 <= b <= 100 for t, b in biases),
             "logit_bias", self.logit_bias, "token ids >= 0 with biases in [-100, 100]",
         )  # fmt: skip
         for name in ("logprobs", "prompt_logprobs"):
@@ -115,7 +121,8 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Request:
-    """One sequence as the engine knows it. `params.max_tokens` and `params.seed` are resolved (not None), `params.n` is 1."""
+    """One sequence as the engine knows it. `params.max_tokens` and `params.seed` are resolved (not
+    None), `params.n` is 1."""
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
@@ -124,7 +131,8 @@ class Request:
 
 
 class RequestRejectedError(ValueError):
-    """A request that can never run, or not now. `code` is the OpenAI error code, `status` the HTTP status."""
+    """A request that can never run, or not now. `code` is the OpenAI error code, `status` the HTTP
+    status."""
 
     def __init__(self, message: str, *, code: str, status: int = 400) -> None:
         super().__init__(message)
@@ -150,7 +158,8 @@ class SchedulerLimits:
 
 @dataclass(frozen=True)
 class SampleSpec:
-    """How one row's next token is drawn: plain numbers of `ftkernels.sample`, and the sparse adjustments before it."""
+    """How one row's next token is drawn: plain numbers of `ftkernels.sample`, and the sparse
+    adjustments before it."""
 
     temperature: float
     top_k: int
@@ -159,13 +168,15 @@ class SampleSpec:
     seed: int
     position: int  # absolute position of the token that is drawn
     num_logprobs: int | None = None  # of the raw logits
-    # (token id, repetition factor, offset): logit' = (logit / r if logit > 0 else logit * r) + offset
+    # (token id, repetition factor, offset): logit' = (logit / r if logit > 0 else logit * r) +
+    # offset
     adjust: tuple[tuple[int, float, float], ...] = ()
 
 
 @dataclass(frozen=True)
 class SeqPlan:
-    """One row's share of a step. New tokens stand at positions `start .. start + len(token_ids) - 1`."""
+    """One row's share of a step. New tokens stand at positions `start .. start + len(token_ids) -
+    1`."""
 
     row: int  # row of the request table: carry state and block tables have the same number
     request_id: str
@@ -175,7 +186,8 @@ class SeqPlan:
     new_pages: tuple[tuple[int, int, int], ...] = ()
     fresh: bool = False  # the row was given to a new request: forget its tables
     sample: SampleSpec | None = None  # None: the prompt goes on, nothing is drawn
-    # prompt tokens that follow each new token, when prompt log-probabilities are wanted; may be one shorter
+    # prompt tokens that follow each new token, when prompt log-probabilities are wanted; may be one
+    # shorter
     prompt_targets: tuple[int, ...] | None = None
     num_prompt_logprobs: int = 0
 
@@ -209,7 +221,8 @@ class TokenLogprobs:
 class SeqResult:
     row: int
     request_id: str
-    token_id: int | None = None  # drawn token; None when the plan asked for none; -1 when no logit was finite
+    # drawn token; None when the plan asked for none; -1 when no logit was finite
+    token_id: int | None = None
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
@@ -224,7 +237,8 @@ class StepResult:
 class TokenEvent:
     """What one step did for one request. The last event of a request carries its finish reason.
 
-    `token_id` is None on an event that only ends a request (abort, error). A stop token (EOS, `stop_token_ids`) is reported
+    `token_id` is None on an event that only ends a request (abort, error). A stop token (EOS,
+    `stop_token_ids`) is reported
     with `finish_reason="stop"`; whether its text is shown is the reader's business.
     """
 
@@ -232,7 +246,8 @@ class TokenEvent:
     token_id: int | None
     finish_reason: FinishReason | None = None
     logprobs: TokenLogprobs | None = None
-    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None  # once, with the first token; position 0 is not among them
+    # once, with the first token; position 0 is not among them
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
     num_cached_tokens: int = 0
     error: str | None = None
 
@@ -247,5 +262,3 @@ class Executor(Protocol):
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step; a decode plan samples every row, a prefill plan the rows with `sample`."""
         ...
-
-

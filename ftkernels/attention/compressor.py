@@ -1,8 +1,9 @@
 """Pooled KV rows: one row per 4 tokens (two overlapping series) or per 128 (one), carry in and out.
 
-Ratio 4: row ``j`` pools series A of tokens ``4j-4..4j-1`` and series B of ``4j..4j+3`` by a softmax over
-the 8 slots, per channel. Ratio 128: a running softmax over the 128 tokens, in position order.
-Then rounding to bf16 (unless the pool is fp32), RMSNorm, RoPE at position ``ratio*j``, and the store.
+Ratio 4: row ``j`` pools series A of tokens ``4j-4..4j-1`` and series B of ``4j..4j+3`` by a softmax
+over the 8 slots, per channel. Ratio 128: a running softmax over the 128 tokens, in position order.
+Then rounding to bf16 (unless the pool is fp32), RMSNorm, RoPE at position ``ratio*j``, and the
+store.
 """
 
 from __future__ import annotations
@@ -11,7 +12,13 @@ import torch
 
 from ftkernels import check
 from ftkernels.attention.pools import (
-    INDEX_GROUP, KV_GROUP, check_index_pool, check_pool, empty_pool, write_index_rows, write_rows,
+    INDEX_GROUP,
+    KV_GROUP,
+    check_index_pool,
+    check_pool,
+    empty_pool,
+    write_index_rows,
+    write_rows,
 )  # fmt: skip
 from ftkernels.norm.rms_norm import normed
 from ftkernels.quant.hadamard import hadamard_reference
@@ -48,7 +55,8 @@ def compress_kv(
     """Append the rows that the new tokens close to ``pool`` and move ``state`` on, both in place.
 
     Args:
-        kv, gate: ``[T, m*c]`` fp32 raw projections of the new tokens; ``m`` = 2 for ratio 4, else 1.
+        kv, gate: ``[T, m*c]`` fp32 raw projections of the new tokens; ``m`` = 2 for ratio 4, else
+            1.
         ape: ``[ratio, m*c]`` fp32, added to the gate.
         norm_weight: ``[c]``.
         state: ``[num_states, *compressor_state_shape(ratio, c)]`` fp32.
@@ -57,7 +65,8 @@ def compress_kv(
         block_table: ``[S, max_pages]`` int32; row ``j`` lies in page ``block_table[s, j // Rc]``.
         cu_seqlens, seq_lens: ``[S+1]``, ``[S]`` int32; new tokens are a sequence's last ones.
         cos, sin: rope tables of the compressed layers.
-        store: "kv" (FP8 round trip of ``c - r`` channels, or packing), "index" (Hadamard and FP4 round
+        store: "kv" (FP8 round trip of ``c - r`` channels, or packing), "index" (Hadamard and FP4
+            round
             trip, or packing) or "raw".
         kv_format: "bf16"/"fp8" for KV rows, "bf16"/"fp4" for index rows.
 
@@ -156,7 +165,9 @@ def _pool_hca(
         hi = last if HCA_RATIO * last + offset < end else last - 1
         if lo > hi:
             continue
-        tokens = slice(HCA_RATIO * lo + offset - pos0, HCA_RATIO * hi + offset - pos0 + 1, HCA_RATIO)
+        tokens = slice(
+            HCA_RATIO * lo + offset - pos0, HCA_RATIO * hi + offset - pos0 + 1, HCA_RATIO
+        )
         _advance(running[:, lo - first : hi - first + 1], gate[tokens] + ape[offset], kv[tokens])
     state[(end - 1) % 2] = running[:, -1]
     closed = end // HCA_RATIO - first
@@ -244,11 +255,11 @@ def _inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
     dtype = torch.bfloat16
     pool = empty_pool(pages + 1, HCA_RATIO // ratio, width, dtype=dtype, device=device)
     table = torch.arange(1, pages + 1, dtype=torch.int32)[None].to(device)
-    ints = {"dtype": torch.int32}
-    bounds = torch.tensor([0, tokens], **ints).to(device)
-    lens = torch.tensor([case["pos0"] + tokens], **ints).to(device)
+    int32 = torch.int32
+    bounds = torch.tensor([0, tokens], dtype=int32).to(device)
+    lens = torch.tensor([case["pos0"] + tokens], dtype=int32).to(device)
     angles = randn(case["pos0"] + tokens, case["rope"] // 2, device=device, seed=seed + 5)
-    index = torch.tensor([1], **ints).to(device)
+    index = torch.tensor([1], dtype=int32).to(device)
     args = (kv, gate, ape, norm_weight, state, index, pool, table, bounds, lens)
     return args, {"compress_ratio": ratio, "cos": angles.cos(), "sin": angles.sin()}
 

@@ -32,8 +32,10 @@ class Pools:
         check.require(self.window >= 1, lambda: f"{op}: window is {self.window}, expected >= 1")
         check.require(
             (self.cmp_kv is None) == (self.block_table is None) == (self.compress_ratio == 0),
-            lambda: f"{op}: cmp_kv, block_table and compress_ratio {self.compress_ratio} are "
-            "partly given, expected all (ratio >= 1) or none (ratio 0)",
+            lambda: (
+                f"{op}: cmp_kv, block_table and compress_ratio {self.compress_ratio} are "
+                "partly given, expected all (ratio >= 1) or none (ratio 0)"
+            ),
         )
         if self.cmp_kv is not None and self.block_table is not None:
             check_pool(op, "cmp_kv", self.cmp_kv, self.kv_format, dim, rope_dim, q)

@@ -108,7 +108,7 @@ def _select_sequence(
         queries = index_q[begin:end].float().reshape(-1, dim)
         dots = matmul_rows(queries, rows).view(end - begin, heads, total)
         score = (dots.relu_() * weights[begin:end, :, None]).sum(dim=1)
-        visible = (torch.arange(pos0 + begin + 1, pos0 + end + 1, device=out.device) // ratio)
+        visible = torch.arange(pos0 + begin + 1, pos0 + end + 1, device=out.device) // ratio
         score.masked_fill_(numbers[None] >= visible[:, None], float("-inf"))
         best = score.sort(dim=1, descending=True, stable=True).indices[:, :topk]
         out[begin:end] = best.sort(dim=1).values.to(torch.int32)

@@ -1,7 +1,7 @@
 """Write KV rows into a paged pool, and read them back.
 
-Order of ``store_kv`` when given: RMSNorm, RoPE, FP8 round trip of the first ``D - rope_dim`` channels in
-groups of 64 (packed rows are quantized anyway).
+Order of ``store_kv`` when given: RMSNorm, RoPE, FP8 round trip of the first ``D - rope_dim``
+channels in groups of 64 (packed rows are quantized anyway).
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ def store_kv(
     Args:
         kv: ``[T, D]``, bf16/fp16/fp32.
         pool: ``[pages, P, D]``, or packed ``[pages, P, 584]`` uint8 with ``kv_format="fp8"``.
-        slot_mapping: ``[T]`` int32/int64; row ``slot % P`` of page ``slot // P``, -1 to skip a token.
+        slot_mapping: ``[T]`` int32/int64; row ``slot % P`` of page ``slot // P``, -1 to skip a
+            token.
         rope_dim: rotated channels, the last ones.
         round_trip: quantize and dequantize the channels before them.
         norm_weight: ``[D]``; RMSNorm first.

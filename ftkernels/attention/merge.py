@@ -1,6 +1,7 @@
 """Join partial attention results over disjoint keys, and apply the sink once.
 
-``out = sum_i exp(lse_i - m) partial_i / (sum_i exp(lse_i - m) + exp(sink - m))``, fp32, in split order.
+``out = sum_i exp(lse_i - m) partial_i / (sum_i exp(lse_i - m) + exp(sink - m))``, fp32, in split
+order.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def merge_splits_reference(
     op, fp32 = "merge_splits", (torch.float32,)
     check.tensor(op, "partial", partial, fp32, (None, None, None, None), "[n, T, H, D]")
     check.tensor(op, "lse", lse, fp32, tuple(partial.shape[:3]), "[n, T, H]", partial)
-    size = tuple(partial.shape[1:])
+    size = (partial.shape[1], partial.shape[2], partial.shape[3])
     if sink is not None:
         check.tensor(op, "sink", sink, fp32, (size[1],), "[H]", partial)
     result, total = outputs(op, out, size, partial, out_dtype, return_lse)

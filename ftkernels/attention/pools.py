@@ -1,7 +1,8 @@
-"""Pool formats: how KV rows and index rows lie in pages, and how the references read and write them.
+"""Pool formats: how KV rows and index rows lie in pages, and how the references read and write
+them.
 
-KV ``fp8`` page: ``rows`` x 576 data bytes (448 e4m3, then 64 bf16), then ``rows`` x 8 scale bytes (7
-UE8M0, one 0). Index ``fp4`` page: ``rows`` x 64 bytes of nibbles, then ``rows`` x 4 UE8M0.
+KV ``fp8`` page: ``rows`` x 576 data bytes (448 e4m3, then 64 bf16), then ``rows`` x 8 scale bytes
+(7 UE8M0, one 0). Index ``fp4`` page: ``rows`` x 64 bytes of nibbles, then ``rows`` x 4 UE8M0.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ def empty_pool(
         kv_format: "bf16" (rows of ``dtype``), "fp8" (packed KV) or "fp4" (packed index rows).
 
     Returns:
-        ``[pages, rows, head_dim]`` of ``dtype``, ``[pages, rows, 584]`` or ``[pages, rows, 68]`` uint8.
+        ``[pages, rows, head_dim]`` of ``dtype``, ``[pages, rows, 584]`` or ``[pages, rows, 68]``
+        uint8.
 
     Raises:
         ValueError: an unknown format, or sizes the packed format does not have.
@@ -80,8 +82,10 @@ def check_pool(
         return
     check.require(
         head_dim == PACKED_HEAD_DIM and rope_dim == PACKED_ROPE_DIM,
-        lambda: f"{op}: kv_format is 'fp8' with D {head_dim} and rope_dim {rope_dim}, "
-        f"expected D {PACKED_HEAD_DIM} and rope_dim {PACKED_ROPE_DIM}",
+        lambda: (
+            f"{op}: kv_format is 'fp8' with D {head_dim} and rope_dim {rope_dim}, "
+            f"expected D {PACKED_HEAD_DIM} and rope_dim {PACKED_ROPE_DIM}"
+        ),
     )
     _check_packed(op, name, pool, ROW_BYTES, like)
 
@@ -110,8 +114,10 @@ def _check_packed(
     check.tensor(op, name, pool, (torch.uint8,), (None, None, row_bytes), "packed pages", like)
     check.require(
         pool.stride(0) % _ALIGNMENT == 0 and (pool.shape[1] == 1 or pool.stride(1) == row_bytes),
-        lambda: f"{op}: {name} has strides {pool.stride()}, expected rows of {row_bytes} bytes "
-        f"and a page stride that is a multiple of {_ALIGNMENT}",
+        lambda: (
+            f"{op}: {name} has strides {pool.stride()}, expected rows of {row_bytes} bytes "
+            f"and a page stride that is a multiple of {_ALIGNMENT}"
+        ),
     )
 
 

@@ -1,9 +1,10 @@
-"""Attention of new tokens over the window and the compressed rows, one latent head as key and value.
+"""Attention of new tokens over the window and the compressed rows, one latent head as key and
+value.
 
-Visible: window rows ``max(0, p-window+1)..p`` and compressed rows ``j < (p+1)//ratio``, or exactly the
-entries ``>= 0`` of ``index_topk``. The sink is in the denominator only; ``lse`` is over the keys.
-Query blocks and key ranges are aligned to absolute positions, so that the cut of a prompt into chunks
-does not change a bit.
+Visible: window rows ``max(0, p-window+1)..p`` and compressed rows ``j < (p+1)//ratio``, or exactly
+the entries ``>= 0`` of ``index_topk``. The sink is in the denominator only; ``lse`` is over the
+keys. Query blocks and key ranges are aligned to absolute positions, so that the cut of a prompt
+into chunks does not change a bit.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ def mla_prefill(
         return_lse: also give ``lse [T, H]`` fp32.
 
     Returns:
-        ``[T, H, D]`` in the dtype of ``q`` (and ``lse``). Rows of no sequence are zero, ``lse`` -inf.
+        ``[T, H, D]`` in the dtype of ``q`` (and ``lse``). Rows of no sequence are zero, ``lse``
+        -inf.
 
     Raises:
         TypeError, ValueError: an argument outside the contract, by name.
@@ -96,7 +98,9 @@ def mla_prefill_reference(
             hi = min(last, _QUERY_BLOCK * (block + 1))
             rows = slice(begin + lo - pos0, begin + hi - pos0)
             picks = None if index_topk is None else index_topk[rows]
-            mixed, total = _attend(q[rows], pools, s, block, lo, picks, softmax_scale, sink, return_lse)
+            mixed, total = _attend(
+                q[rows], pools, s, block, lo, picks, softmax_scale, sink, return_lse
+            )
             if cos is not None and sin is not None:
                 positions = torch.arange(lo, hi, device=q.device)
                 mixed = rotate(mixed, positions, cos, sin, True, mixed)

@@ -36,7 +36,8 @@ def fp8_linear(
         weight_scale: ``[ceil(N/128), ceil(K/128)]`` uint8 UE8M0.
         activation: "fp8" quantizes a dense ``x`` per 128 channels, "bf16" leaves it.
         norm_weight: ``[K]``; a dense ``x`` is RMS-normed with it first.
-        path: "gemm" or "gemv" pins how rows are multiplied, for a caller that must get the same bits
+        path: "gemm" or "gemv" pins how rows are multiplied, for a caller that must get the same
+            bits
             for any number of rows; the two agree within fp32 rounding.
         out: ``[T, N]`` of ``out_dtype``.
 

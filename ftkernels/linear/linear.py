@@ -26,7 +26,8 @@ def linear(
         x: ``[T, K]``, bf16/fp16/fp32, rows may be strided.
         weight: ``[N, K]``, bf16 or fp32.
         out_dtype: element type of the result, that of ``x`` when omitted.
-        path: "gemm" or "gemv" pins how rows are multiplied, for a caller that must get the same bits
+        path: "gemm" or "gemv" pins how rows are multiplied, for a caller that must get the same
+            bits
             for any number of rows; the two agree within fp32 rounding.
         out: ``[T, N]``; allocated when omitted.
 
@@ -64,12 +65,11 @@ def check_path(op: str, path: str | None) -> None:
         raise ValueError(f"{op}: path is {path!r}, expected None, 'gemm' or 'gemv'")
 
 
-def matmul_rows(
-    x: torch.Tensor, weight: torch.Tensor, path: str | None = None
-) -> torch.Tensor:
+def matmul_rows(x: torch.Tensor, weight: torch.Tensor, path: str | None = None) -> torch.Tensor:
     """fp32 ``x [T, K] @ weight [N, K].T`` whose rows do not depend on ``T``.
 
-    CPU libraries switch algorithms below four rows: a GEMM pads fewer to four, a GEMV takes them one
+    CPU libraries switch algorithms below four rows: a GEMM pads fewer to four, a GEMV takes them
+    one
     by one.
     """
     num_rows = x.shape[0]

@@ -1,4 +1,5 @@
-"""What the routed expert products share: checks of their weights, and the plain-torch product by expert."""
+"""What the routed expert products share: checks of their weights, and the plain-torch product by
+expert."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ _DENSE = (torch.bfloat16, torch.float32)
 
 
 def check_experts(
-    op: str, name: str, weight: torch.Tensor, scale: torch.Tensor | None, k: int, like: torch.Tensor,
+    op: str, name: str, weight: torch.Tensor, scale: torch.Tensor | None, k: int, like:
+        torch.Tensor,
     *, packed: bool,
 ) -> int:  # fmt: skip
     """Refuse expert weights of the wrong form; gives the rows ``N`` of one expert."""
@@ -119,7 +121,8 @@ def route_products(
     rows: torch.Tensor, slots: Sequence[int], weight: torch.Tensor, scale: torch.Tensor | None, *,
     packed: bool,
 ) -> torch.Tensor:  # fmt: skip
-    """As ``expert_products`` by GEMV, a row for each route in its own order; every route has a slot."""
+    """As ``expert_products`` by GEMV, a row for each route in its own order; every route has a
+    slot."""
     if packed and scale is not None:
         weight, scale = unpack_fp4(weight, scale)
     products = [

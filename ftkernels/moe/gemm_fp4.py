@@ -1,7 +1,7 @@
 """Grouped FP4 product over sorted routes: ``out[q] = weight[slot(q)] @ x[q // topk]``.
 
-Layout: ``weight [S, N, K/2]`` uint8, low nibble = even k, one UE8M0 code per 32 of K. Activations are
-quantized to FP8 per 128 of K. With ``swiglu_limit`` gate rows come first, then up rows.
+Layout: ``weight [S, N, K/2]`` uint8, low nibble = even k, one UE8M0 code per 32 of K. Activations
+are quantized to FP8 per 128 of K. With ``swiglu_limit`` gate rows come first, then up rows.
 """
 
 from __future__ import annotations
@@ -10,8 +10,15 @@ import torch
 
 from ftkernels import check
 from ftkernels.moe.experts import (
-    GROUP, check_experts, check_options, check_slots, check_x, expert_products, finish_routes,
-    slots_of, widen_x,
+    GROUP,
+    check_experts,
+    check_options,
+    check_slots,
+    check_x,
+    expert_products,
+    finish_routes,
+    slots_of,
+    widen_x,
 )  # fmt: skip
 from ftkernels.spec import Case, Inputs, KernelSpec
 from ftkernels.testing import randn
@@ -30,8 +37,10 @@ def moe_gemm_fp4(
 
     Args:
         x: ``[T, K]``; route ``q`` reads ``x[q // topk]`` (``topk=1``: a row per route).
-        weight: ``[S, N, K/2]`` uint8 with ``weight_scale [S, N, K/32]``, or ``[S, N, K]`` dense with None.
-        sorted_token_ids, expert_ids, num_tokens_post_padded: output of ``moe_align(block_m=block_m)``.
+        weight: ``[S, N, K/2]`` uint8 with ``weight_scale [S, N, K/32]``, or ``[S, N, K]`` dense
+            with None.
+        sorted_token_ids, expert_ids, num_tokens_post_padded: output of
+            ``moe_align(block_m=block_m)``.
         num_routes: rows of the result.
         x_scale: ``[T, ceil(K/128)]`` when ``x`` is e4m3.
         slot_of_expert: ``[E]`` int32, -1 for an expert without a slot; expert = slot when omitted.
@@ -41,7 +50,8 @@ def moe_gemm_fp4(
         packed: weight and scale are ``pack_fp4``'s.
 
     Returns:
-        ``[num_routes, N]``, or ``[num_routes, N/2]`` with ``swiglu_limit``; routes without a slot are
+        ``[num_routes, N]``, or ``[num_routes, N/2]`` with ``swiglu_limit``; routes without a slot
+        are
         not written.
 
     Raises:

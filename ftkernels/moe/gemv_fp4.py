@@ -9,7 +9,13 @@ import torch
 
 from ftkernels import check
 from ftkernels.moe.experts import (
-    check_experts, check_options, check_slots, check_x, expert_products, finish_routes, slots_of,
+    check_experts,
+    check_options,
+    check_slots,
+    check_x,
+    expert_products,
+    finish_routes,
+    slots_of,
     widen_x,
 )  # fmt: skip
 from ftkernels.moe.gemm_fp4 import expert_weights

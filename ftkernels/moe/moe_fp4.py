@@ -1,7 +1,7 @@
 """Routed experts from routing output to combined output: gate-up, SwiGLU, down, sum.
 
-Numerics: the hidden state of a route, its weight included, is rounded once to the dtype of ``x``, then
-quantized like any activation; routes are rounded to the result's dtype and summed in fp32.
+Numerics: the hidden state of a route, its weight included, is rounded once to the dtype of ``x``,
+then quantized like any activation; routes are rounded to the result's dtype and summed in fp32.
 """
 
 from __future__ import annotations
@@ -11,7 +11,13 @@ import torch
 from ftkernels import check
 from ftkernels.moe.combine import combined, moe_combine_reference
 from ftkernels.moe.experts import (
-    check_experts, check_slots, check_x, expert_products, finish_routes, route_products, slots_of,
+    check_experts,
+    check_slots,
+    check_x,
+    expert_products,
+    finish_routes,
+    route_products,
+    slots_of,
     widen_x,
 )  # fmt: skip
 from ftkernels.moe.gemm_fp4 import expert_weights
@@ -33,7 +39,8 @@ def moe_fp4(
 
     Args:
         x: ``[T, C]``, bf16/fp16/fp32.
-        w13: ``[S, 2I, C/2]`` uint8 with ``w13_scale [S, 2I, C/32]``, or ``[S, 2I, C]`` dense with None.
+        w13: ``[S, 2I, C/2]`` uint8 with ``w13_scale [S, 2I, C/32]``, or ``[S, 2I, C]`` dense with
+            None.
         w2: ``[S, C, I/2]`` with ``w2_scale [S, C, I/32]``, or ``[S, C, I]`` with None.
         topk_weights: ``[T, topk]`` fp32.
         topk_ids: ``[T, topk]`` int32, -1 to skip a route.
@@ -41,7 +48,8 @@ def moe_fp4(
         slot_of_expert: ``[E]`` int32; expert = slot when omitted.
         shared: ``[T, C]``, added in fp32 before the last rounding.
         path: "gemm" or "gemv" pins the choice, else it goes by the number of routes.
-        routed_out: ``[T, topk, C]``; routes whose expert has a slot are written there and nothing is
+        routed_out: ``[T, topk, C]``; routes whose expert has a slot are written there and nothing
+            is
             combined: a step is run in groups this way, with one ``moe_combine`` at the end.
 
     Returns:
@@ -75,9 +83,7 @@ def moe_fp4_reference(
     dtype, channels = out_dtype or x.dtype, x.shape[1]
     slots = slots_of(topk_ids.flatten().tolist(), slot_of_expert)
     if path == "gemv" and routed_out is None and slots and min(slots) >= 0:
-        rows = widen_x(x, None, activation).repeat_interleave(topk, 0) if tokens > 1 else (
-            widen_x(x, None, activation).expand(topk, -1)
-        )
+        rows = widen_x(x, None, activation).repeat_interleave(topk, 0)
         hidden = route_products(rows, slots, w13, w13_scale, packed=packed)
         hidden = activated(hidden, swiglu_limit, topk_weights.flatten())
         rows = widen_x(hidden if x.dtype == torch.float32 else hidden.to(x.dtype), None, activation)
@@ -87,9 +93,10 @@ def moe_fp4_reference(
     if routed_out is not None:
         size = (tokens, topk, channels)
         check.tensor(op, "routed_out", routed_out, (dtype,), size, "[T, topk, C]", x)
-    routed = routed_out
-    if routed is None:
+    if routed_out is None:
         routed = torch.empty(tokens, topk, channels, dtype=dtype, device=x.device)
+    else:
+        routed = routed_out
     ids = topk_ids
     if tokens:
         routes, hidden = expert_products(
@@ -99,7 +106,12 @@ def moe_fp4_reference(
         hidden = finish_routes(hidden, routes, swiglu_limit, topk_weights.flatten())
         rows = widen_x(hidden.to(x.dtype), None, activation)
         order, down = expert_products(
-            rows, range(len(routes)), [slots[q] for q in routes], w2, w2_scale, packed=packed,
+            rows,
+            range(len(routes)),
+            [slots[q] for q in routes],
+            w2,
+            w2_scale,
+            packed=packed,
             path=path,
         )
         taken = [routes[place] for place in order]
@@ -135,12 +147,11 @@ def _checked(
     channels = check_experts(op, "w2", w2, w2_scale, inter2 // 2, x, packed=packed)
     check.require(
         channels == x.shape[1] and w2.shape[0] == w13.shape[0],
-        lambda: f"{op}: w2 is {tuple(w2.shape)}, expected {w13.shape[0]} experts of "
-        f"{x.shape[1]} rows",
+        lambda: (
+            f"{op}: w2 is {tuple(w2.shape)}, expected {w13.shape[0]} experts of {x.shape[1]} rows"
+        ),
     )
-    check.require(
-        swiglu_limit >= 0, lambda: f"{op}: swiglu_limit is {swiglu_limit}, expected >= 0"
-    )
+    check.require(swiglu_limit >= 0, lambda: f"{op}: swiglu_limit is {swiglu_limit}, expected >= 0")
     check.require(
         activation in ("fp8", "bf16"),
         lambda: f"{op}: activation is {activation!r}, expected 'fp8' or 'bf16'",

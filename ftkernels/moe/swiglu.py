@@ -28,7 +28,7 @@ def swiglu_clamp(
 
     Args:
         gate_up: ``[T, 2*I]``, bf16/fp16/fp32, last dimension contiguous; rows may be strided.
-        limit: clamp bound in activation units, ``>= 0``; 0 means no clamp (DeepSeek-V4-Flash: 10.0).
+        limit: clamp bound in activation units, ``>= 0``; 0 means no clamp (Flash: 10.0).
         weights: ``[T]`` fp32 route weights, multiplied before the rounding.
         out: ``[T, I]`` in ``gate_up.dtype``, not aliasing it; allocated when omitted.
 
@@ -66,7 +66,9 @@ def _checked(
     check.tensor(op, "gate_up", gate_up, check.FLOATS, (None, None), "[T, 2*I]")
     check.require(
         gate_up.shape[1] % 2 == 0,
-        lambda: f"{op}: gate_up is {tuple(gate_up.shape)}, expected [T, 2*I] with an even last size",
+        lambda: (
+            f"{op}: gate_up is {tuple(gate_up.shape)}, expected [T, 2*I] with an even last size"
+        ),
     )
     check.require(limit >= 0, lambda: f"{op}: limit is {limit}, expected >= 0")
     if weights is not None:
@@ -87,7 +89,7 @@ def swiglu_clamp_reference(
 
 
 def activated(gate_up: torch.Tensor, limit: float, weights: torch.Tensor | None) -> torch.Tensor:
-    """The formula in fp32 without checks, for references that activate as a part of what they do."""
+    """The formula in fp32 without checks, for references that activate as a part of their work."""
     gate, up = wide(gate_up).chunk(2, dim=-1)
     if limit > 0:
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
@@ -137,13 +139,16 @@ def _swiglu_clamp_kernel(
 
 
 def _inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
-    gate_up = randn(case["T"], 2 * case["I"], dtype=torch.bfloat16, device=device, scale=8.0, seed=seed)
+    gate_up = randn(
+        case["T"], 2 * case["I"], dtype=torch.bfloat16, device=device, scale=8.0, seed=seed
+    )
     weights = randn(case["T"], device=device, seed=seed + 1)
     return (gate_up,), {"limit": 10.0, "weights": weights}
 
 
 SPEC = KernelSpec(
-    op=swiglu_clamp, reference=swiglu_clamp_reference, default=default_config, candidates=candidates,
+    op=swiglu_clamp, reference=swiglu_clamp_reference, default=default_config,
+    candidates=candidates,
     cases=(
         {"name": "small", "T": 7, "I": 100},
         {"name": "flash-tp1", "T": 3456, "I": 2048},

@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 
 from ftkernels import backend, check, config
-from ftkernels.rows import fold_rows
 from ftkernels.linear.linear import wide
+from ftkernels.rows import fold_rows
 from ftkernels.spec import Case, Inputs, KernelSpec
 from ftkernels.target import Target
 from ftkernels.testing import randn

@@ -36,7 +36,8 @@ def build_engine(config: RuntimeConfig, progress: Progress) -> EngineLoop:
         progress: called with a phase ("load weights", "warm up") and its share done, in [0, 1].
 
     Raises:
-        ValueError: a setting contradicts the checkpoint or this machine, or the checkpoint is damaged.
+        ValueError: a setting contradicts the checkpoint or this machine, or the checkpoint is
+        damaged.
         MemoryError: it does not fit.
     """
     directory = Path(config.model) if config.model is not None else ensure_demo()
@@ -64,7 +65,8 @@ def build_engine(config: RuntimeConfig, progress: Progress) -> EngineLoop:
 def load_model(
     directory: Path, shape: ModelConfig, numerics: Numerics, plan: Plan, progress: Progress
 ) -> Transformer:
-    """The weights in the form this machine computes with: codes on a card, dequantized elsewhere."""
+    """The weights in the form this machine computes with: codes on a card, dequantized
+    elsewhere."""
     exact = not numerics.round_trips
     dequantize = torch.float32 if exact or plan.kind == "cpu" else None
     weights = load_weights(

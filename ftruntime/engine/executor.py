@@ -68,15 +68,12 @@ class DeviceExecutor:
             total += len(seq.token_ids)
             ends.append(total)
         drawn = self._draw(plan, batch, streams, ends)
-        return tuple(
-            SeqResult(
-                seq.row, seq.request_id, *drawn.get(seq.row, (None, None)),
-                prompt_logprobs=self._prompt_logprobs(
-                    seq, batch, streams, end - len(seq.token_ids)
-                ),
-            )
-            for seq, end in zip(plan.seqs, ends, strict=True)
-        )  # fmt: skip
+        results = []
+        for seq, end in zip(plan.seqs, ends, strict=True):
+            token, extra = drawn.get(seq.row, (None, None))
+            before = self._prompt_logprobs(seq, batch, streams, end - len(seq.token_ids))
+            results.append(SeqResult(seq.row, seq.request_id, token, extra, before))
+        return tuple(results)
 
     def _draw(
         self, plan: StepPlan, batch: ForwardBatch, streams: torch.Tensor, ends: list[int]

@@ -29,7 +29,7 @@ class Attention:
     compressor: Compressor | None
     indexer: Indexer | None
     projections: Fp32Linear | None
-    widths: tuple[int, ...]
+    widths: list[int]
     ratio: int
     config: ModelConfig
     numerics: Numerics
@@ -61,7 +61,8 @@ class Attention:
             sink=t[f"{prefix}.attn_sink"],
             compressor=compressor, indexer=indexer,
             projections=Fp32Linear.stacked(parts) if parts else None,
-            widths=tuple(part.shape[0] for part in parts), ratio=ratio, config=config, numerics=numerics,
+            widths=[part.shape[0] for part in parts],
+            ratio=ratio, config=config, numerics=numerics,
         )  # fmt: skip
 
     def __call__(
@@ -69,8 +70,8 @@ class Attention:
     ) -> torch.Tensor:
         """Normed input ``[T, C]`` to the sublayer's output ``[T, C]``."""
         config, eps = self.config, self.config.rms_norm_eps
-        latent, row = self.wq_a_wkv(x, batch.path).split(
-            (config.q_lora_rank, config.head_dim), dim=1
+        latent, row = torch.split(
+            self.wq_a_wkv(x, batch.path), [config.q_lora_rank, config.head_dim], dim=1
         )
         q_rank = ftkernels.rms_norm(latent, self.q_norm, eps=eps)
         q = self.wq_b(q_rank, batch.path).view(-1, config.num_attention_heads, config.head_dim)
@@ -97,7 +98,7 @@ class Attention:
         """Append the rows that the new tokens close; the picks of a layer that selects."""
         if self.projections is None or self.compressor is None or kv.compressed is None:
             return None
-        parts = self.projections(x, batch.path).split(self.widths, dim=1)
+        parts = torch.split(self.projections(x, batch.path), self.widths, dim=1)
         self.compressor(parts[0], parts[1], batch, kv.compressed, tables)
         if self.indexer is None or kv.index is None:
             return None

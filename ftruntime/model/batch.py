@@ -33,5 +33,6 @@ class ForwardBatch:
 
     @property
     def path(self) -> str:
-        """How products take their rows: by phase, so that a decode row has the same bits in any batch."""
+        """How products take their rows: by phase, so that a decode row has the same bits in any
+        batch."""
         return "gemv" if self.is_decode else "gemm"

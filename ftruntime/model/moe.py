@@ -29,13 +29,13 @@ class MoE:
     def of(weights: Weights, layer: int, config: ModelConfig, numerics: Numerics) -> MoE:
         prefix = f"layers.{layer}.ffn."
         hashed = layer < config.num_hash_layers
-        shared = [weights.linears[f"{prefix}shared_experts.{name}"] for name in ("w1", "w3")]
+        w1, w3 = (weights.linears[f"{prefix}shared_experts.{name}"] for name in ("w1", "w3"))
         return MoE(
             gate=Fp32Linear(weights.tensors[f"{prefix}gate.weight"]),
             bias=None if hashed else weights.tensors[f"{prefix}gate.bias"],
             tid2eid=weights.tensors[f"{prefix}gate.tid2eid"] if hashed else None,
             bank=weights.experts[layer],
-            shared_w13=Fp8Linear.stacked(*shared, numerics),
+            shared_w13=Fp8Linear.stacked(w1, w3, numerics),
             shared_w2=Fp8Linear.of(weights, f"{prefix}shared_experts.w2", numerics),
             config=config,
             numerics=numerics,
@@ -44,7 +44,9 @@ class MoE:
     def __call__(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """Normed input ``[T, C]`` to the sublayer's output ``[T, C]``."""
         topk_weights, topk_ids = self._route(x, batch)
-        hidden = ftkernels.swiglu_clamp(self.shared_w13(x, batch.path), limit=self.config.swiglu_limit)
+        hidden = ftkernels.swiglu_clamp(
+            self.shared_w13(x, batch.path), limit=self.config.swiglu_limit
+        )
         bank = self.bank
         return ftkernels.moe_fp4(
             x, bank.w13, bank.w13_scale, bank.w2, bank.w2_scale, topk_weights, topk_ids,

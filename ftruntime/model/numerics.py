@@ -9,9 +9,11 @@ import torch
 
 @dataclass(frozen=True)
 class Numerics:
-    """Element type of activations, streams and pools, and whether the trained round trips are applied.
+    """Element type of activations, streams and pools, and whether the trained round trips are
+    applied.
 
-    ``round_trips`` covers FP8 activations of FP8 and FP4 products, FP8 KV rows, and Hadamard with FP4 on
+    ``round_trips`` covers FP8 activations of FP8 and FP4 products, FP8 KV rows, and Hadamard with
+    FP4 on
     the indexer's queries and rows.
     """
 

@@ -72,7 +72,8 @@ class Transformer:
         return streams
 
     def logits(self, streams: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """Streams ``[N, hc, C]`` of the rows of ``batch`` that are wanted to fp32 logits ``[N, V]``."""
+        """Streams ``[N, hc, C]`` of the rows of ``batch`` that are wanted to fp32 logits ``[N,
+        V]``."""
         return self._head(streams, batch.path)
 
 

@@ -84,9 +84,7 @@ def test_two_sequences_in_one_step_equal_each_alone(pair):
     alone_next = ours.decoded(first, 260), ours.decoded(second, 139)
     both = ours.step(ours.part(first, 0, 260), ours.part(second, 0, 139, row=1))
     assert torch.equal(both, torch.cat(alone))
-    step = ours.step(
-        ours.part(first, 260, 261), ours.part(second, 139, 140, row=1), kind="decode"
-    )
+    step = ours.step(ours.part(first, 260, 261), ours.part(second, 139, 140, row=1), kind="decode")
     assert torch.equal(step, torch.cat(alone_next))
 
 

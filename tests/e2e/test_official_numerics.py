@@ -41,9 +41,7 @@ def layer_errors(ours: Direct, ids: list[int], streams: list[torch.Tensor]) -> l
     batch = ours.builder.build(StepPlan(0, "prefill", (ours.part(ids, 0, len(ids)),), (0, layers)))
     errors = []
     for number in range(layers):
-        got = ours.model.forward(
-            streams[number].clone(), batch, ours.storage, (number, number + 1)
-        )
+        got = ours.model.forward(streams[number].clone(), batch, ours.storage, (number, number + 1))
         expected = streams[number + 1]
         errors.append((got - expected).abs().amax((1, 2)) / expected.abs().amax((1, 2)))
     return errors

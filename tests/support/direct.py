@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -30,9 +31,7 @@ class Direct:
 
     def reset(self) -> None:
         """Fresh model constants and pools, so that a changed formula takes part from the start."""
-        self.model = Transformer(
-            self.config, self.weights, self.numerics, max_positions=MAX_TOKENS
-        )
+        self.model = Transformer(self.config, self.weights, self.numerics, max_positions=MAX_TOKENS)
         pages = 2 * MAX_TOKENS // PAGE_TOKENS + 1
         self.storage = KVStorage(
             self.config, num_pages=pages, window_pages=pages, num_rows=2,
@@ -67,14 +66,12 @@ class Direct:
     def logits(self, ids: Sequence[int], cuts: Sequence[int] = ()) -> torch.Tensor:
         """Logits of a whole prompt, prefilled in parts that end at ``cuts``."""
         bounds = [0, *cuts, len(ids)]
-        parts = zip(bounds, bounds[1:], strict=False)
+        parts = itertools.pairwise(bounds)
         return torch.cat([self.step(self.part(ids, a, b)) for a, b in parts if b > a])
 
     def decoded(self, ids: Sequence[int], start: int) -> torch.Tensor:
         """Logits of ``ids[start:]``, one decode step a token after a prefilled head."""
         if start:
             self.step(self.part(ids, 0, start))
-        rows = [
-            self.step(self.part(ids, p, p + 1), kind="decode") for p in range(start, len(ids))
-        ]
+        rows = [self.step(self.part(ids, p, p + 1), kind="decode") for p in range(start, len(ids))]
         return torch.cat(rows)

@@ -1,8 +1,8 @@
 """One layer of the model with the official round trips, one prompt at once, written from the
 specification in plain torch; nothing of ours is used.
 
-fp32 maths: every formula in fp32, with the quantize-dequantize round trips of the precision contract
-where it names them. Weights are dequantized fp32 tensors by their official names.
+fp32 maths: every formula in fp32, with the quantize-dequantize round trips of the precision
+    contract where it names them. Weights are dequantized fp32 tensors by their official names.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ def batch(lengths, news, heads, ratio, *, dtype=torch.float32, seed=0, picks=Non
     out = torch.zeros(total + 2, heads, DIM, dtype=torch.float64)
     lse = torch.full((total + 2, heads), float("-inf"), dtype=torch.float64)
     t = 0
-    for s, (length, new) in enumerate(zip(lengths, news)):
+    for s, (length, new) in enumerate(zip(lengths, news, strict=True)):
         for p in range(length - new, length):
             keys = window.rows[s][max(0, p - WINDOW + 1) : p + 1]
             if compressed is not None:

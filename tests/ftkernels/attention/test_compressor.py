@@ -42,7 +42,9 @@ class Stream:
         wide = WIDTH * (2 if ratio == 4 else 1)
         self.ratio, self.store, self.lengths = ratio, store, lengths
         self.kv = [randn(n, wide, seed=seed + 10 * i, scale=2.0) for i, n in enumerate(lengths)]
-        self.gate = [randn(n, wide, seed=seed + 10 * i + 1, scale=2.0) for i, n in enumerate(lengths)]
+        self.gate = [
+            randn(n, wide, seed=seed + 10 * i + 1, scale=2.0) for i, n in enumerate(lengths)
+        ]
         self.ape, self.norm = randn(ratio, wide, seed=seed + 2), randn(WIDTH, seed=seed + 3)
         self.angles = randn(max(lengths) + 1, ROPE // 2, seed=seed + 4, scale=3.0)
         self.per_page = per_page or 128 // ratio
@@ -98,7 +100,7 @@ def test_any_cut_gives_the_same_bits(data):
     whole, cut = Stream(lengths, ratio, seed=seed), Stream(lengths, ratio, seed=seed, per_page=3)
     whole.feed(lengths)
     while cut.done != lengths:
-        left = [n - d for n, d in zip(lengths, cut.done)]
+        left = [n - d for n, d in zip(lengths, cut.done, strict=True)]
         cut.feed([data.draw(st.integers(0, min(n, 150))) for n in left] if sum(left) > 3 else left)
     for s in range(len(lengths)):
         assert torch.equal(cut.rows(s), whole.rows(s))
@@ -159,7 +161,9 @@ def test_index_store_is_hadamard_then_fp4():
     assert ((rows.view(16, -1, 32) - groups).abs() <= scale * 1.0001).all()
 
 
-@pytest.mark.parametrize("mutant", ["series swapped", "ape of the other window", "rope of the first"])
+@pytest.mark.parametrize(
+    "mutant", ["series swapped", "ape of the other window", "rope of the first"]
+)
 def test_mutants_fail(mutant):
     stream = Stream([300], 4)
     if mutant == "series swapped":

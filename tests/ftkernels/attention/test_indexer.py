@@ -40,7 +40,7 @@ def test_matches_formula(topk, per_page):
     args, rows = batch(lengths, news, 4, per_page=per_page)
     got = index_select(*args, topk=topk).tolist()
     t = 0
-    for s, (length, new) in enumerate(zip(lengths, news)):
+    for s, (length, new) in enumerate(zip(lengths, news, strict=True)):
         for position in range(length - new, length):
             expected = formula(args[0][t], args[1][t], rows[s], position, topk)
             assert got[t] == expected, (s, position)

@@ -60,7 +60,7 @@ def test_norm_then_rope_then_round_trip():
     )  # fmt: skip
     x = kv.double()
     x = weight.double() * x * torch.rsqrt(x.square().mean(1, keepdim=True) + 1e-6)
-    x = torch.stack([unrotate(row, -angles[p]) for row, p in zip(x, positions)])
+    x = torch.stack([unrotate(row, -angles[p]) for row, p in zip(x, positions, strict=True)])
     x = torch.cat((round_trip(x[:, :64], 64), x[:, 64:]), dim=1)
     got = load_kv(pool, torch.arange(6), kv_format="bf16", dtype=torch.float32)
     near = (got.double() - x).abs() <= 1e-5 * x.abs().amax(1, keepdim=True)

@@ -17,7 +17,9 @@ def quantized(x: torch.Tensor, group: int = 128) -> torch.Tensor:
     for part in x.double().split(group, dim=-1):
         amax = part.abs().amax(-1, keepdim=True).clamp_min(1e-4)
         scale = 2.0 ** torch.ceil(torch.log2(amax / 448))
-        parts.append((part / scale).clamp(-448, 448).float().to(torch.float8_e4m3fn).double() * scale)
+        parts.append(
+            (part / scale).clamp(-448, 448).float().to(torch.float8_e4m3fn).double() * scale
+        )
     return torch.cat(parts, dim=-1)
 
 
@@ -65,9 +67,7 @@ def test_fp8_linear_takes_quantized_rows_and_a_norm():
     assert torch.equal(out, fp8_linear(x, codes, scale, out_dtype=torch.float32))
     normed = x.double() * torch.rsqrt(x.double().square().mean(1, keepdim=True) + 1e-6)
     expected = (normed * norm.double()) @ matrix.T
-    out = fp8_linear(
-        x, codes, scale, activation="bf16", norm_weight=norm, out_dtype=torch.float32
-    )
+    out = fp8_linear(x, codes, scale, activation="bf16", norm_weight=norm, out_dtype=torch.float32)
     assert_close(out.double(), expected, row_tol=1e-6)
 
 
@@ -86,7 +86,11 @@ def test_grouped_linear(groups, rank, k):
 def test_rows_do_not_depend_on_each_other(rows):
     x, w = randn(64, 256), randn(96, 256, seed=1)
     grouped, groups = randn(64, 4, 64, seed=2), randn(4, 24, 64, seed=3)
-    whole = linear(x, w), fp8_linear(x, w, None, out_dtype=torch.float32), grouped_linear(grouped, groups)
+    whole = (
+        linear(x, w),
+        fp8_linear(x, w, None, out_dtype=torch.float32),
+        grouped_linear(grouped, groups),
+    )
     for start in (0, 13):
         cut = slice(start, start + rows)
         assert torch.equal(linear(x[cut], w), whole[0][cut])
@@ -107,7 +111,9 @@ def test_out_strided_and_empty():
 def test_scale_index_mutant_fails():
     codes, scale, matrix = fp8_weight(256, 256)
     x = randn(4, 256)
-    out = fp8_linear_reference(x, codes, scale.T.contiguous(), activation="bf16", out_dtype=torch.float32)
+    out = fp8_linear_reference(
+        x, codes, scale.T.contiguous(), activation="bf16", out_dtype=torch.float32
+    )
     with pytest.raises(AssertionError, match="differ by more"):
         assert_close(out.double(), x.double() @ matrix.T, row_tol=1e-6)
 
@@ -117,8 +123,16 @@ def test_scale_index_mutant_fails():
     [
         ({"activation": "int8"}, ValueError, "activation is 'int8', expected 'fp8' or 'bf16'"),
         ({"weight_scale": None}, TypeError, "weight is float8_e4m3fn, expected bfloat16, float32"),
-        ({"weight_scale": torch.zeros(2, 1, dtype=torch.uint8)}, ValueError, r"weight_scale is \(2, 1\)"),
-        ({"x": torch.zeros(2, 64)}, ValueError, r"weight is \(64, 128\), expected \[N, K\] = \[\?, 64\]"),
+        (
+            {"weight_scale": torch.zeros(2, 1, dtype=torch.uint8)},
+            ValueError,
+            r"weight_scale is \(2, 1\)",
+        ),
+        (
+            {"x": torch.zeros(2, 64)},
+            ValueError,
+            r"weight is \(64, 128\), expected \[N, K\] = \[\?, 64\]",
+        ),
         ({"x": [1]}, TypeError, "x is list, expected a tensor"),
     ],
 )

@@ -31,7 +31,9 @@ def quantized(x: torch.Tensor) -> torch.Tensor:
     for part in x.double().split(128, dim=-1):
         amax = part.abs().amax(-1, keepdim=True).clamp_min(1e-4)
         scale = 2.0 ** torch.ceil(torch.log2(amax / 448))
-        parts.append((part / scale).clamp(-448, 448).float().to(torch.float8_e4m3fn).double() * scale)
+        parts.append(
+            (part / scale).clamp(-448, 448).float().to(torch.float8_e4m3fn).double() * scale
+        )
     return torch.cat(parts, dim=-1)
 
 

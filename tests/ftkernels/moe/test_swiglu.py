@@ -46,7 +46,9 @@ def test_empty_launches_nothing(device, run):
 
 
 def test_extreme_values(device, run):
-    gate_up = torch.tensor([[1e30, -1e30, 0.0, float("inf"), 3e38, -3e38, 5.0, -5.0]], device=device)
+    gate_up = torch.tensor(
+        [[1e30, -1e30, 0.0, float("inf"), 3e38, -3e38, 5.0, -5.0]], device=device
+    )
     out = run(swiglu_clamp, gate_up, limit=10.0)
     expected = formula(gate_up.cpu(), 10.0, None).float()
     expected[0, 1] = 0.0  # silu(-1e30) underflows
@@ -57,7 +59,11 @@ def test_extreme_values(device, run):
     ("kwargs", "kind", "text"),
     [
         ({"limit": -1.0}, ValueError, "swiglu_clamp: limit is -1.0, expected >= 0"),
-        ({"limit": 1.0, "weights": torch.ones(3)}, ValueError, r"weights is \(3,\), expected \[T\]"),
+        (
+            {"limit": 1.0, "weights": torch.ones(3)},
+            ValueError,
+            r"weights is \(3,\), expected \[T\]",
+        ),
         ({"limit": 1.0, "out": torch.empty(2, 3)}, ValueError, "out is"),
         ({"limit": 1.0, "out": torch.empty(2, 2).double()}, TypeError, "out is float64"),
     ],
