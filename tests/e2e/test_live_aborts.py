@@ -2,8 +2,8 @@
 
 What must hold afterwards: no page is held, nothing runs or waits, the idle check is clean, and the
 same prompt reads the same as before.
-Mutants tried: pages kept on abort, an abort that leaves its request in the queue, an abort of the
-present step's request taken for an error.
+Mutants tried: pages kept on abort, an abort that leaves its request in the queue, a front that
+never tells the engine.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Expectations are the policy's own words: unset, no decode between two chunks; with N, exactly one
 decode after every N-th chunk. The victim decodes before the long prompt arrives.
-Mutants tried: the streak cleared by every prefill, a debt of two decodes, `interleaved` always
-false, the burst line without its decodes.
+Mutants tried: due one chunk late, a chunk counted twice, always due when unset, `interleaved`
+always false, the burst line without its decodes.
 """
 
 from __future__ import annotations

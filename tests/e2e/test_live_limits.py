@@ -1,8 +1,8 @@
 """What a small server takes, what it queues and what it refuses; chunk limits in the open.
 
 The pool holds 8 pages, so 1024 tokens; one request runs, two may wait.
-Mutants tried: `>=` for `>` against the capacity, the queue's tokens not counted, the running
-request counted among the waiting, the chunk flag ignored.
+Mutants tried: `>=` for `>` against the capacity, the queue's tokens not counted, one request more
+in the queue, the chunk flag ignored.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Expectations: the stream and the whole answer are one answer; the prompt count is what
 `/v1/tokenize` says; a greedy text is that of `LLM.generate` in this process.
-Mutants tried: usage on every chunk, the first token's alternatives on all, the choice index always
-0, the stop string's beginning let through, tools left out of `/v1/tokenize`.
+Mutants tried: a usage chunk whether asked for or not, the first token's alternatives on all, the
+choice index always 0, the stop string's beginning let through, tools left out of `/v1/tokenize`.
 """
 
 from __future__ import annotations

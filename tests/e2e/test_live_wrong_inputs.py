@@ -2,8 +2,7 @@
 
 Each gets one sentence that names what is wrong, its value and what was expected, none gets a
 traceback, and the server answers afterwards. `pytest -s` prints every sentence.
-Mutants tried: exit code 1 for a flag, a port claimed before the flags are read, a body's field
-checked without its name, the key accepted without its scheme.
+Mutants tried: exit code 1 for a flag, the key accepted without its scheme.
 """
 
 from __future__ import annotations
