@@ -44,7 +44,9 @@ from ftkernels.quant.weight_quant import (
     dequantize_fp4, dequantize_fp4_reference, dequantize_fp8, dequantize_fp8_reference,
     quantize_fp4, quantize_fp4_reference,
 )  # fmt: skip
-from ftkernels.rope.rope import apply_rope, apply_rope_reference, rope_tables
+from ftkernels.rope.rope import (
+    apply_rope, apply_rope_reference, rope_tables, rope_tables_reference,
+)  # fmt: skip
 from ftkernels.sampling.adjust import adjust_logits, adjust_logits_reference
 from ftkernels.sampling.logprobs import top_logprobs, top_logprobs_reference
 from ftkernels.sampling.sample import sample, sample_reference
@@ -66,8 +68,9 @@ __all__ = [
     "moe_gemm_fp4_reference", "moe_gemv_fp4", "moe_gemv_fp4_reference", "pack_fp4",
     "pack_fp4_reference", "quant_round_trip", "quant_round_trip_reference", "quantize_fp4",
     "quantize_fp4_reference", "quantize_fp8", "quantize_fp8_reference", "registry", "rms_norm",
-    "rms_norm_reference", "rope_tables", "route_hash", "route_hash_reference", "route_topk",
-    "route_topk_reference", "sample", "sample_reference", "scratch_bytes", "store_kv",
-    "store_kv_reference", "swiglu_clamp", "swiglu_clamp_reference", "top_logprobs",
-    "top_logprobs_reference", "unpack_fp4", "unpack_fp4_reference",
+    "rms_norm_reference", "rope_tables", "rope_tables_reference", "route_hash",
+    "route_hash_reference", "route_topk", "route_topk_reference", "sample", "sample_reference",
+    "scratch_bytes", "store_kv", "store_kv_reference", "swiglu_clamp",
+    "swiglu_clamp_reference", "top_logprobs", "top_logprobs_reference",
+    "unpack_fp4", "unpack_fp4_reference",
 ]  # fmt: skip

@@ -64,3 +64,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA card"))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say which lane ran, and on which card."""
+    name = "interpreter" if INTERPRETED else "reference"
+    if HAS_GPU:
+        major, minor = torch.cuda.get_device_capability()
+        name = f"gpu, {torch.cuda.get_device_name()}, capability {major}.{minor}"
+    terminalreporter.write_line(f"kernels ran in lane: {name}")

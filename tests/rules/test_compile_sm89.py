@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ftkernels import backend
+from ftkernels import backend, config, target
 from ftkernels.offline import compile_launches
 from ftkernels.spec import Case, KernelSpec, registry
 
@@ -29,3 +29,16 @@ def test_compiles(spec: KernelSpec, case: Case) -> None:
         assert report.fits
         assert report.shared <= SHARED_BYTES, report
         assert report.spill_bytes == 0, report
+    for found in (x.found for x in compiled):
+        assert found is not None, f"{spec.name} launches without asking for its config"
+        _check_configs(spec, found)
+
+
+def _check_configs(spec: KernelSpec, found: config.Found) -> None:
+    """Whatever the tuner may store, and the default, has values that the store takes."""
+    tried = list(spec.candidates(found.key, target.of_arch(89)))
+    assert len(set(tried)) == len(tried)
+    for record in (found.config, *tried):
+        assert type(record) is type(found.config)
+        for name, value in vars(record).items():
+            assert config._legal(name, value, type(value)), f"{spec.name}: {record}"

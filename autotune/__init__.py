@@ -1,0 +1,1 @@
+"""The tuner: looks at kernels without a card, measures candidates on one, stores the fastest."""

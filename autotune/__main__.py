@@ -1,0 +1,5 @@
+"""`python -m autotune` is `ft-autotune`."""
+
+from autotune.cli import main
+
+main()
