@@ -80,9 +80,10 @@ def check_queue(
     Raises:
         RequestRejectedError: status 429, code `queue_full`.
     """
-    if num_waiting >= limits.max_waiting_requests + num_free_rows:
+    blocked = num_waiting - num_free_rows
+    if blocked >= limits.max_waiting_requests:
         raise RequestRejectedError(
-            f"the queue is full: {num_waiting} requests are waiting "
+            f"the queue is full: {blocked} requests are waiting "
             f"(--max-waiting-requests is {limits.max_waiting_requests}); try again later",
             code="queue_full",
             status=429,

@@ -18,6 +18,9 @@ from ftruntime.types import RequestRejectedError, SamplingParams, TokenEvent
 
 _BUFFERED_EVENTS = 256
 """Events read ahead of the client; beyond that the engine's own bound for a slow reader acts."""
+_MAX_SUBMITTED = 64
+"""Sequences of one request at the engine at once; a request of many must not fill its queue."""
+_RETRY_S = 0.1
 
 _logger = logging.getLogger(__name__)
 
@@ -78,6 +81,7 @@ class Generation:
             _BUFFERED_EVENTS
         )
         self._tasks: list[asyncio.Task[None]] = []
+        self._slots = asyncio.Semaphore(_MAX_SUBMITTED)
         self._interruption: ApiError | None = None
         self.outcome: Outcome | None = None
 
@@ -193,16 +197,15 @@ class Generation:
 
     async def _pump(self, index: int) -> None:
         """Read one sequence's events into the queue; a full queue makes the engine's bound act."""
-        item = self._sequences[index]
-        stream = self._client.generate(self._engine_id(index), item.prompt, item.params)
         last_s: float | None = None
         is_over = False
         try:
-            async for event in stream:
-                if event.token_id is not None:
-                    last_s = self._observe(last_s)
-                is_over = event.finish_reason is not None
-                await self._items.put((index, event))
+            async with self._slots, contextlib.aclosing(self._events(index)) as events:
+                async for event in events:
+                    if event.token_id is not None:
+                        last_s = self._observe(last_s)
+                    is_over = event.finish_reason is not None
+                    await self._items.put((index, event))
             if not is_over:
                 raise RuntimeError("the engine's events ended without a finish reason")
         except RequestRejectedError as error:
@@ -214,9 +217,25 @@ class Generation:
             _logger.exception("request failed request_id=%s", self.request_id)
             failure = ApiError("internal error, see the server's log", status=500, code="internal")
             await self._items.put((index, failure))
-        finally:
-            if isinstance(stream, AsyncGenerator):
-                await stream.aclose()
+
+    async def _events(self, index: int) -> AsyncGenerator[TokenEvent, None]:
+        """One sequence's events. A full queue refuses a request by its first sequence; the others
+        belong to a request that is under way, and wait for room.
+        """
+        item = self._sequences[index]
+        while True:
+            stream = self._client.generate(self._engine_id(index), item.prompt, item.params)
+            try:
+                async for event in stream:
+                    yield event
+                return
+            except RequestRejectedError as error:
+                if index == 0 or error.status != 429:
+                    raise
+            finally:
+                if isinstance(stream, AsyncGenerator):
+                    await stream.aclose()
+            await asyncio.sleep(_RETRY_S)
 
     def _observe(self, last_s: float | None) -> float:
         now_s = time.monotonic()

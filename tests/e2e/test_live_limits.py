@@ -123,6 +123,33 @@ def test_one_more_request_than_may_wait_gets_429(small: Live) -> None:
     assert small.complete("one more", 2)["finish_reason"] == "length"
 
 
+@pytest.mark.parametrize("streamed", [True, False], ids=["stream", "whole"])
+def test_a_request_of_more_sequences_than_may_wait_is_served(small: Live, streamed: bool) -> None:
+    """Four prompts with two choices each, where one runs and two may wait."""
+    body = greedy(["a", "b", "c", "d"], 3, n=2)
+    if streamed:
+        stream = Stream(small, body).join()
+        assert not stream.errors
+        ends = [c["index"] for c in stream.choices if c["finish_reason"] == "length"]
+        assert sorted(ends) == list(range(8))
+    else:
+        answer = small.post("/v1/completions", body).json()
+        assert answer["usage"]["completion_tokens"] == 24
+        texts = [choice["text"] for choice in answer["choices"]]
+        assert texts[::2] == texts[1::2]
+        assert len(set(texts)) > 1
+    small.wait_idle()
+
+
+def test_a_request_of_many_sequences_is_refused_as_a_whole(small: Live) -> None:
+    with one_running(small):
+        waiting = [wait(small, greedy(ids(10, i), 2)) for i in range(2)]
+        assert Stream(small, greedy("one more", 2, n=4)).join().status == 429
+        assert small.stats()["num_waiting"] == 2
+    for stream in waiting:
+        assert stream.join().done
+
+
 def test_g11_more_tokens_than_may_wait_get_429(small: Live) -> None:
     with one_running(small):
         waiting = wait(small, greedy(ids(1000), 2))
