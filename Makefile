@@ -10,7 +10,7 @@ PIP_FLAGS := -c constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_IN
 THREADS := OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
 WORKERS ?= 2
 
-.PHONY: serve test setup lint test-gpu test-triton compile-sm89 bench
+.PHONY: serve test setup lint test-gpu compile-sm89 bench-decode
 
 .venv/.ok-%: pyproject.toml constraints.txt
 	@[ "$$(uname -s)-$$(uname -m)" = Linux-x86_64 ] || { \
@@ -38,3 +38,7 @@ compile-sm89: .venv/.ok-serve,test
 
 test-gpu:
 	$(PYTHON) -m pytest -q -p no:cacheprovider tests/ftkernels
+
+# decode speed on the CPU as a ratio to transformers, on the demo weights
+bench-decode: .venv/.ok-serve,test
+	$(THREADS) $(BIN)/python -m tests.benchmarks.decode_ratio

@@ -78,6 +78,21 @@ def tensor(
         device(op, name, x, like)
 
 
+def matrix(
+    op: str, name: str, x: object, dtypes: Sequence[torch.dtype], dims: Shape, text: str,
+    like: torch.Tensor,
+) -> None:  # fmt: skip
+    """As `tensor` for a dense weight, of which either of the last two dimensions is contiguous."""
+    if isinstance(x, torch.Tensor) and x.ndim == len(dims) and x.stride(-2) == 1:
+        if x.dtype in dtypes and x.device == like.device:
+            for wanted, size in zip(dims, x.shape, strict=True):
+                if wanted is not None and wanted != size:
+                    break
+            else:
+                return
+    tensor(op, name, x, dtypes, dims, text, like)
+
+
 def output(
     op: str, out: torch.Tensor | None, size: Sequence[int], *, like: torch.Tensor,
     dtype: torch.dtype | None = None, name: str = "out", may_alias: bool = False,

@@ -73,8 +73,11 @@ class Pools:
 def _gather(
     pool: torch.Tensor, table: torch.Tensor, numbers: torch.Tensor, size: int, kv_format: str
 ) -> torch.Tensor:
-    pages = table[(numbers // size).clamp(0, table.shape[0] - 1)].long()
-    return read_rows(pool, pages, numbers % size, kv_format)
+    # past the table lie rows that nobody sees yet
+    last = table.shape[0] * size - 1
+    if numbers.shape[0] and int(numbers[-1]) > last:
+        numbers = numbers.clamp(max=last)
+    return read_rows(pool, table[numbers // size], numbers % size, kv_format)
 
 
 def check_queries(
@@ -95,30 +98,22 @@ def softmax_mix(
     """Mix ``rows`` by softmax, the sink in the denominator only.
 
     Args:
-        scores: ``[B, H, n]`` fp32, ``-inf`` where a row is not visible.
+        scores: ``[B, H, n]`` fp32, ``-inf`` where a row is not visible; one of each ``n`` is.
         rows: ``[n, D]`` for all of ``B``, or ``[B, n, D]``, fp32 and finite.
         sink: ``[H]``.
 
     Returns:
         ``[B, H, D]`` and the log-sum over the keys ``[B, H]``.
     """
-    largest = scores.amax(dim=-1, keepdim=True)
-    if sink is not None:
-        largest = torch.maximum(largest, sink[:, None])
+    batch, heads, count = scores.shape
+    if sink is None:
+        p = torch.softmax(scores, dim=-1)
     else:
-        largest = torch.where(largest.isinf(), torch.zeros_like(largest), largest)
-    p = torch.exp_(scores - largest)
-    keys = p.sum(dim=-1, keepdim=True)
-    if sink is not None:
-        total = keys + torch.exp_(sink[:, None] - largest)
-    else:
-        total = torch.where(keys > 0, keys, 1.0)
-    mixed = _mix(p, rows).div_(total)
-    return mixed, (torch.log(keys) + largest).squeeze(-1) if return_lse else None
-
-
-def _mix(p: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    batch, heads, count = p.shape
+        # a logit without a value: one column more, which no row answers
+        column = sink[None, :, None].expand(batch, -1, 1)
+        p = torch.softmax(torch.cat((scores, column), dim=-1), dim=-1)[..., :count]
     if rows.ndim == 3:
-        return torch.bmm(p, rows)
-    return matmul_rows(p.reshape(batch * heads, count), rows.t()).view(batch, heads, -1)
+        mixed = torch.bmm(p, rows)
+    else:
+        mixed = matmul_rows(p.flatten(0, 1), rows.t()).view(batch, heads, -1)
+    return mixed, torch.logsumexp(scores, dim=-1) if return_lse else None

@@ -87,12 +87,13 @@ def check_weight(
     op: str, weight: torch.Tensor, scale: torch.Tensor | None, k: int, like: torch.Tensor
 ) -> None:
     """Refuse a weight ``[N, k]`` that is neither scaled e4m3 nor dense without a scale."""
-    dtypes = _DENSE if scale is None else (torch.float8_e4m3fn,)
-    check.tensor(op, "weight", weight, dtypes, (None, k), "[N, K]", like)
-    if scale is not None:
-        blocks = (-(-weight.shape[0] // BLOCK), -(-k // BLOCK))
-        text = "[ceil(N/128), ceil(K/128)]"
-        check.tensor(op, "weight_scale", scale, (torch.uint8,), blocks, text, like)
+    if scale is None:
+        check.matrix(op, "weight", weight, _DENSE, (None, k), "[N, K]", like)
+        return
+    check.tensor(op, "weight", weight, (torch.float8_e4m3fn,), (None, k), "[N, K]", like)
+    blocks = (-(-weight.shape[0] // BLOCK), -(-k // BLOCK))
+    text = "[ceil(N/128), ceil(K/128)]"
+    check.tensor(op, "weight_scale", scale, (torch.uint8,), blocks, text, like)
 
 
 def widen_weight(weight: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:

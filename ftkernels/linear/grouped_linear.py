@@ -55,8 +55,11 @@ def grouped_linear_reference(
     check_path(op, path)
     check.tensor(op, "x", x, check.FLOATS, (None, None, None), "[T, G, K]")
     groups, k = x.shape[1:]
-    dtypes = _DENSE if weight_scale is None else (torch.float8_e4m3fn,)
-    check.tensor(op, "weight", weight, dtypes, (groups, None, k), "[G, R, K]", x)
+    if weight_scale is None:
+        check.matrix(op, "weight", weight, _DENSE, (groups, None, k), "[G, R, K]", x)
+    else:
+        fp8, size = (torch.float8_e4m3fn,), (groups, None, k)
+        check.tensor(op, "weight", weight, fp8, size, "[G, R, K]", x)
     rank, dtype = weight.shape[1], out_dtype or x.dtype
     if weight_scale is not None:
         blocks = (-(-groups * rank // BLOCK), -(-k // BLOCK))

@@ -20,13 +20,12 @@ _DENSE = (torch.bfloat16, torch.float32)
 
 
 def check_experts(
-    op: str, name: str, weight: torch.Tensor, scale: torch.Tensor | None, k: int, like:
-        torch.Tensor,
-    *, packed: bool,
+    op: str, name: str, weight: torch.Tensor, scale: torch.Tensor | None, k: int,
+    like: torch.Tensor, *, packed: bool,
 ) -> int:  # fmt: skip
     """Refuse expert weights of the wrong form; gives the rows ``N`` of one expert."""
     if scale is None:
-        check.tensor(op, name, weight, _DENSE, (None, None, k), "[S, N, K]", like)
+        check.matrix(op, name, weight, _DENSE, (None, None, k), "[S, N, K]", like)
         return int(weight.shape[1])
     if packed:  # the packed order is the unpacker's to check
         check.dtype(op, name, weight, (torch.uint8, torch.int32))

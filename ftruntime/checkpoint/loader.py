@@ -154,7 +154,8 @@ class _Loader:
             full = ftkernels.dequantize_fp8_reference(
                 weight, scale, group=block, dtype=self.dequantize
             )
-            result = LinearWeight(full.to(self.device), None)
+            kept = self._dense_room(*full.shape).copy_(full)
+            result = LinearWeight(kept.to(self.device), None)
         self._advance(f"{name}.weight", f"{name}.scale")
         return result
 
@@ -179,13 +180,20 @@ class _Loader:
                 self._expert(name, weight[expert, rows], into_scale)
         return ExpertBank(w13, w13_scale, w2, w2_scale)
 
+    def _dense_room(self, *shape: int, pin: bool = False) -> torch.Tensor:
+        """Room for a dequantized matrix; on the host its columns are contiguous, which is what the
+        product of a single row prefers."""
+        if self.device.type == "cpu":
+            turned = (*shape[:-2], shape[-1], shape[-2])
+            return torch.empty(turned, dtype=self.dequantize).mT
+        return torch.empty(shape, dtype=self.dequantize, pin_memory=pin)
+
     def _expert_room(
         self, experts: int, rows: int, columns: int
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         pin = self.device.type == "cuda"
         if self.dequantize is not None:
-            shape = (experts, rows, columns)
-            return torch.empty(shape, dtype=self.dequantize, pin_memory=pin), None
+            return self._dense_room(experts, rows, columns, pin=pin), None
         packed = torch.empty((experts, rows, columns // 2), dtype=torch.uint8, pin_memory=pin)
         scales = torch.empty(
             (experts, rows, columns // FP4_GROUP), dtype=torch.uint8, pin_memory=pin
@@ -195,9 +203,10 @@ class _Loader:
     def _expert(self, name: str, weight: torch.Tensor, scale: torch.Tensor | None) -> None:
         packed, codes = self._view(f"{name}.weight"), self._scale(f"{name}.scale")
         if scale is None:
-            ftkernels.dequantize_fp4_reference(
-                packed, codes, group=FP4_GROUP, dtype=weight.dtype, out=weight
+            full = ftkernels.dequantize_fp4_reference(
+                packed, codes, group=FP4_GROUP, dtype=weight.dtype
             )
+            weight.copy_(full)
         else:
             weight.copy_(packed)
             scale.copy_(codes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -51,6 +52,8 @@ def build_engine(config: RuntimeConfig, progress: Progress) -> EngineLoop:
     progress("warm up", 0.0)
     _warm_up(executor, plan)
     progress("warm up", 1.0)
+    # what stands now stays: later collections need not walk it
+    gc.freeze()
     _logger.info(
         "engine ready device=%s numerics=%s pages=%d window_pages=%d chunk_tokens=%d",
         plan.kind, config.numerics, plan.num_pages, plan.window_pages, plan.chunk_tokens,

@@ -12,7 +12,7 @@ from ftruntime.kvcache.storage import LayerKV
 from ftruntime.model.batch import ForwardBatch
 from ftruntime.model.compressor import Compressor, Indexer, Tables
 from ftruntime.model.config import ModelConfig
-from ftruntime.model.linear import Fp8Linear, Fp32Linear
+from ftruntime.model.linear import Fp8Linear, Fp32Linear, columns
 from ftruntime.model.numerics import Numerics
 
 
@@ -55,7 +55,7 @@ class Attention:
             q_norm=t[f"{prefix}.q_norm.weight"],
             wq_b=Fp8Linear.of(weights, f"{prefix}.wq_b", numerics),
             kv_norm=t[f"{prefix}.kv_norm.weight"],
-            wo_a=output.weight.view(config.o_groups, config.o_lora_rank, -1),
+            wo_a=columns(output.weight.view(config.o_groups, config.o_lora_rank, -1)),
             wo_a_scale=output.scale,
             wo_b=Fp8Linear.of(weights, f"{prefix}.wo_b", numerics),
             sink=t[f"{prefix}.attn_sink"],

@@ -11,6 +11,16 @@ from ftruntime.checkpoint.loader import LinearWeight, Weights
 from ftruntime.model.numerics import Numerics
 
 
+def columns(weight: torch.Tensor) -> torch.Tensor:
+    """A dense matrix (or a stack of them) on the host with its columns contiguous, for decode.
+
+    A card keeps the checkpoint's layout, and so do quantized codes.
+    """
+    if weight.device.type != "cpu" or weight.dtype != torch.float32:
+        return weight
+    return weight.mT.contiguous().mT
+
+
 @dataclass(frozen=True)
 class Fp8Linear:
     """A matrix that is FP8 in the checkpoint, raw or dequantized."""
@@ -22,7 +32,7 @@ class Fp8Linear:
     @staticmethod
     def of(weights: Weights, name: str, numerics: Numerics) -> Fp8Linear:
         linear = weights.linears[name]
-        return Fp8Linear(linear.weight, linear.scale, numerics)
+        return Fp8Linear(columns(linear.weight), linear.scale, numerics)
 
     @staticmethod
     def stacked(first: LinearWeight, second: LinearWeight, numerics: Numerics) -> Fp8Linear:
@@ -34,7 +44,7 @@ class Fp8Linear:
                     f"an FP8 matrix has {first.weight.shape[0]} rows, expected a multiple of 128"
                 )
             scale = torch.cat((first.scale, second.scale))
-        return Fp8Linear(torch.cat((first.weight, second.weight)), scale, numerics)
+        return Fp8Linear(columns(torch.cat((first.weight, second.weight))), scale, numerics)
 
     def __call__(self, x: torch.Tensor, path: str) -> torch.Tensor:
         return ftkernels.fp8_linear(
@@ -53,7 +63,7 @@ class Fp32Linear:
     def stacked(weights: list[torch.Tensor]) -> Fp32Linear:
         """All matrices as one, in fp32 if any of them is."""
         mixed = len({weight.dtype for weight in weights}) > 1
-        return Fp32Linear(torch.cat([w.float() if mixed else w for w in weights]))
+        return Fp32Linear(columns(torch.cat([w.float() if mixed else w for w in weights])))
 
     def __call__(self, x: torch.Tensor, path: str) -> torch.Tensor:
         return ftkernels.linear(x, self.weight, out_dtype=torch.float32, path=path)

@@ -9,6 +9,7 @@ import torch
 import ftkernels
 from ftruntime.checkpoint.loader import Weights
 from ftruntime.model.config import ModelConfig
+from ftruntime.model.linear import columns
 
 Mixes = tuple[torch.Tensor, torch.Tensor]
 
@@ -61,7 +62,7 @@ class Head:
         t = weights.tensors
         return Head(
             t["hc_head_fn"], t["hc_head_scale"], t["hc_head_base"], t["norm.weight"],
-            t["head.weight"], config,
+            columns(t["head.weight"]), config,
         )  # fmt: skip
 
     def __call__(self, streams: torch.Tensor, path: str) -> torch.Tensor:

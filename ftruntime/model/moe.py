@@ -10,7 +10,7 @@ import ftkernels
 from ftruntime.checkpoint.loader import Weights
 from ftruntime.model.batch import ForwardBatch
 from ftruntime.model.config import ModelConfig
-from ftruntime.model.linear import Fp8Linear, Fp32Linear
+from ftruntime.model.linear import Fp8Linear, Fp32Linear, columns
 from ftruntime.model.numerics import Numerics
 
 
@@ -31,10 +31,10 @@ class MoE:
         hashed = layer < config.num_hash_layers
         w1, w3 = (weights.linears[f"{prefix}shared_experts.{name}"] for name in ("w1", "w3"))
         return MoE(
-            gate=Fp32Linear(weights.tensors[f"{prefix}gate.weight"]),
+            gate=Fp32Linear(columns(weights.tensors[f"{prefix}gate.weight"])),
             bias=None if hashed else weights.tensors[f"{prefix}gate.bias"],
             tid2eid=weights.tensors[f"{prefix}gate.tid2eid"] if hashed else None,
-            bank=weights.experts[layer],
+            bank=_by_columns(weights.experts[layer]),
             shared_w13=Fp8Linear.stacked(w1, w3, numerics),
             shared_w2=Fp8Linear.of(weights, f"{prefix}shared_experts.w2", numerics),
             config=config,
@@ -65,3 +65,10 @@ class MoE:
             logits, self.bias, topk=config.num_experts_per_tok,
             route_scale=config.routed_scaling_factor, score=config.scoring_func,
         )  # fmt: skip
+
+
+def _by_columns(bank: ftkernels.ExpertBank) -> ftkernels.ExpertBank:
+    """Dequantized experts in the layout that decode on the host prefers."""
+    if bank.w13_scale is not None:
+        return bank
+    return ftkernels.ExpertBank(columns(bank.w13), None, columns(bank.w2), None)
