@@ -57,9 +57,12 @@ def test_h21_g08_ready_means_ready_and_sigterm_drains(launcher: Launcher) -> Non
     assert "Traceback" not in live.log()
 
 
-def test_g08_a_second_signal_aborts(launcher: Launcher) -> None:
-    live = launcher.spawn(*FLAGS)
+def test_g08_without_a_model_the_demo_is_served_and_a_second_signal_aborts(
+    launcher: Launcher,
+) -> None:
+    live = launcher.spawn(*FLAGS, with_model=False)
     live.wait_ready()
+    assert list((launcher.root / "cache" / "ftruntime").glob("demo-*/config.json"))
     stream = Stream(live, greedy(PROMPT, 1900))
     stream.wait_events(3)
     live.process.send_signal(signal.SIGTERM)

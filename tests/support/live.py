@@ -241,17 +241,18 @@ class Launcher:
         *flags: str,
         port: int | None = None,
         command: Sequence[str] | None = None,
-        model: Path | None = None,
+        with_model: bool = True,
         env: Mapping[str, str] | None = None,
     ) -> Live:
-        """Start and return at once; `command` stands for `ftruntime serve`."""
+        """Start and return at once; `command` stands for `ftruntime serve`.
+
+        Without a model `serve` makes its own demo, below `root`.
+        """
         self._count += 1
         port = free_port() if port is None else port
         log_path = self.root / f"server-{self._count}.log"
-        argv = [
-            *(command or (*cli(), "serve")), str(model or self.demo),
-            "--port", str(port), "--served-model-name", MODEL, *flags,
-        ]  # fmt: skip
+        argv = [*(command or (*cli(), "serve")), *([str(self.demo)] if with_model else [])]
+        argv += ["--port", str(port), "--served-model-name", MODEL, *flags]
         with log_path.open("wb") as log:
             process = subprocess.Popen(
                 argv, cwd=ROOT, env=self.env(**(env or {})), stdin=subprocess.DEVNULL,
