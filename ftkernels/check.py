@@ -83,13 +83,15 @@ def matrix(
     like: torch.Tensor,
 ) -> None:  # fmt: skip
     """As `tensor` for a dense weight, of which either of the last two dimensions is contiguous."""
-    if isinstance(x, torch.Tensor) and x.ndim == len(dims) and x.stride(-2) == 1:
-        if x.dtype in dtypes and x.device == like.device:
-            for wanted, size in zip(dims, x.shape, strict=True):
-                if wanted is not None and wanted != size:
-                    break
-            else:
-                return
+    if (
+        isinstance(x, torch.Tensor) and x.ndim == len(dims) and x.stride(-2) == 1
+        and x.dtype in dtypes and x.device == like.device
+    ):  # fmt: skip
+        for wanted, size in zip(dims, x.shape, strict=True):
+            if wanted is not None and wanted != size:
+                break
+        else:
+            return
     tensor(op, name, x, dtypes, dims, text, like)
 
 

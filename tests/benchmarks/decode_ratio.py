@@ -1,7 +1,7 @@
 """Decode speed on the CPU beside transformers: same demo weights, batch 1, one thread, greedy.
 
-Runs of the two are interleaved, and what counts is the median of the ratios of neighbouring runs; the
-absolute figures depend on the machine and on what else it does. Run it as
+Runs of the two are interleaved, and what counts is the median of the ratios of neighbouring runs;
+the absolute figures depend on the machine and on what else it does. Run it as
 ``make bench-decode`` or ``python -m tests.benchmarks.decode_ratio``.
 """
 
