@@ -226,7 +226,7 @@ class Launcher:
     def __init__(self, demo: Path, root: Path) -> None:
         self.demo = demo
         self.root = root
-        self._count = 0
+        self._spawned: list[Live] = []
 
     def env(self, **extra: str) -> dict[str, str]:
         ours = {
@@ -248,9 +248,8 @@ class Launcher:
 
         Without a model `serve` makes its own demo, below `root`.
         """
-        self._count += 1
         port = free_port() if port is None else port
-        log_path = self.root / f"server-{self._count}.log"
+        log_path = self.root / f"server-{len(self._spawned)}.log"
         argv = [*(command or (*cli(), "serve")), *([str(self.demo)] if with_model else [])]
         argv += ["--port", str(port), "--served-model-name", MODEL, *flags]
         with log_path.open("wb") as log:
@@ -258,7 +257,16 @@ class Launcher:
                 argv, cwd=ROOT, env=self.env(**(env or {})), stdin=subprocess.DEVNULL,
                 stdout=log, stderr=log,
             )  # fmt: skip
-        return Live(process, port, log_path)
+        live = Live(process, port, log_path)
+        self._spawned.append(live)
+        return live
+
+    def kill_all(self) -> None:
+        """End what a failed test left; an engine ends with its front."""
+        for live in self._spawned:
+            if live.process.poll() is None:
+                live.process.kill()
+                live.process.wait()
 
     @contextlib.contextmanager
     def serving(self, *flags: str, **kwargs: Any) -> Iterator[Live]:
@@ -278,8 +286,12 @@ def cli() -> list[str]:
 
 
 @pytest.fixture(scope="session")
-def launcher(demos: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Launcher:
-    return Launcher(demos["small"], tmp_path_factory.mktemp("live"))
+def launcher(
+    demos: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Launcher]:
+    launcher = Launcher(demos["small"], tmp_path_factory.mktemp("live"))
+    yield launcher
+    launcher.kill_all()
 
 
 @pytest.fixture(scope="session")
