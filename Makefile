@@ -36,7 +36,10 @@ test: lint
 compile-sm89: .venv/.ok-serve,test
 	$(BIN)/python -m pytest -q -n $(WORKERS) tests/rules/test_compile_sm89.py
 
+# installs nothing: PYTHON is any interpreter that has torch with CUDA, triton and pytest
 test-gpu:
+	@$(PYTHON) -c 'import torch; exit(not torch.cuda.is_available())' || { \
+	  echo "test-gpu needs a CUDA card, and there is none here"; exit 1; }
 	$(PYTHON) -m pytest -q -p no:cacheprovider tests/ftkernels
 
 # decode speed on the CPU as a ratio to transformers, on the demo weights

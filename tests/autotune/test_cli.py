@@ -59,11 +59,13 @@ def shown(monkeypatch):
 @needs_compiler
 @pytest.mark.parametrize("arch", [89, 90, 120])
 def test_json_has_a_row_per_launch(arch, capsys):
+    resident_warps = {89: 24, 90: 32, 120: 24}  # blocks an SM holds, of one warp each
     code, out, err = _run(capsys, "inspect", "rms_norm", "--arch", str(arch), "--json")
     assert code == 0, err
     rows = json.loads(out)
     spec = next(x for x in registry() if x.name == "rms_norm")
     assert [row["case"]["name"] for row in rows] == [case["name"] for case in spec.cases]
+    assert rows[0]["warps_per_sm"] == resident_warps[arch] * rows[0]["config"]["num_warps"]
     for row, case in zip(rows, spec.cases, strict=True):
         assert list(row) == KEYS
         assert row["op"] == "rms_norm"

@@ -213,6 +213,7 @@ def test_occupancy_by_hand():
     assert blocks(regs=128, shared=0, num_warps=4) == 4  # 65536 registers
     assert blocks(regs=129, shared=0, num_warps=4) == 3  # a warp takes 4352, rounded up
     assert blocks(regs=32, shared=33000, num_warps=4) == 3  # 34024 bytes each of 102400
+    assert blocks(regs=32, shared=25000, num_warps=4) == 3  # 26024, where 25000 alone would go in 4
     assert blocks(regs=16, shared=0, num_warps=1) == 24  # at most 24 blocks
 
 
