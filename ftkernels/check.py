@@ -65,7 +65,7 @@ def tensor(
         sizes = x.shape
         fits = len(sizes) == len(dims) and (not sizes or x.stride(-1) == 1)
         if fits and (like is None or x.device == like.device):
-            for wanted, size in zip(dims, sizes, strict=True):
+            for wanted, size in zip(dims, sizes):  # noqa: B905
                 if wanted is not None and wanted != size:
                     break
             else:

@@ -76,7 +76,7 @@ def matmul_rows(x: torch.Tensor, weight: torch.Tensor, path: str | None = None) 
     if path == "gemv" and x.device.type == "cpu":
         if num_rows == 1:
             return F.linear(x, weight)
-        rows = [F.linear(row, weight) for row in x.split(1)]
+        rows = [F.linear(row, weight) for row in x[:, None].unbind(0)]
         return torch.cat(rows) if rows else x.new_empty(0, weight.shape[0])
     if num_rows >= _MIN_ROWS or x.device.type != "cpu":
         return F.linear(x, weight)

@@ -160,7 +160,7 @@ def _coefficients(
     rows = sinkhorn.sigmoid_rows
     pre = rows(mix[:, :hc], rms, scale[0], base[:hc], 1.0, hc_eps)
     post = rows(mix[:, hc : 2 * hc], rms, scale[1], base[hc : 2 * hc], 2.0, 0.0)
-    logits = mix[:, 2 * hc :] * rms[:, None] * scale[2] + base[2 * hc :]
+    logits = mix[:, 2 * hc :] * (rms[:, None] * scale[2]) + base[2 * hc :]
     comb = sinkhorn.sinkhorn_rows(logits.view(num_tokens, hc, hc), hc_eps, iters)
     return pre.float(), post.float(), comb.float().contiguous()
 
@@ -178,9 +178,8 @@ def _few_coefficients(
         rms = 1.0 / math.sqrt(square / (hc * width) + norm_eps)
         pre += sinkhorn.sigmoids(m[:hc], rms, scales[0], bases[:hc], 1.0, hc_eps)
         post += sinkhorn.sigmoids(m[hc : 2 * hc], rms, scales[1], bases[hc : 2 * hc], 2.0, 0.0)
-        logits = [
-            a * rms * scales[2] + b for a, b in zip(m[2 * hc :], bases[2 * hc :], strict=True)
-        ]
+        rate = rms * scales[2]
+        logits = [a * rate + b for a, b in zip(m[2 * hc :], bases[2 * hc :])]  # noqa: B905
         comb += sinkhorn.sinkhorn(logits, hc, hc_eps, iters)
     flat = sinkhorn.floats32(pre + post + comb)
     n = num_tokens * hc

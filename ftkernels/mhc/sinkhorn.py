@@ -27,7 +27,7 @@ Floats = list[float]
 
 def project_reference(streams: torch.Tensor, fn: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """``fn @ f`` ``[T, N]`` and ``sum(f^2)`` ``[T]``, fp32; a row does not depend on ``T``."""
-    flat = streams.reshape(streams.shape[0], -1).float()
+    flat = wide(streams.reshape(streams.shape[0], -1))
     num_rows = fn.shape[0]
     if num_rows < _MIN_COLUMNS:  # narrower products take another path for one row than for several
         fn = torch.nn.functional.pad(fn, (0, 0, 0, _MIN_COLUMNS - num_rows))
@@ -47,10 +47,11 @@ def few_rows(x: torch.Tensor, *eps: float) -> bool:
 def sigmoids(
     mix: Floats, inverse_rms: float, scale: float, base: Floats, numerator: float, eps: float
 ) -> Floats:
-    """``numerator * sigmoid(mix * inverse_rms * scale + base) + eps``."""
+    """``numerator * sigmoid(mix * (inverse_rms * scale) + base) + eps``."""
+    rate = inverse_rms * scale
     return [
-        numerator / (1.0 + math.exp(-max(m * inverse_rms * scale + b, _EXP_LIMIT))) + eps
-        for m, b in zip(mix, base, strict=True)
+        numerator / (1.0 + math.exp(-max(m * rate + b, _EXP_LIMIT))) + eps
+        for m, b in zip(mix, base)  # noqa: B905
     ]
 
 
@@ -59,7 +60,7 @@ def sigmoid_rows(
     numerator: float, eps: float,
 ) -> torch.Tensor:  # fmt: skip
     """`sigmoids` of all rows, the same operations in fp64 tensors; all arguments fp64."""
-    z = (mix * inverse_rms[:, None] * scale + base).clamp(min=_EXP_LIMIT)
+    z = (mix * (inverse_rms[:, None] * scale) + base).clamp(min=_EXP_LIMIT)
     return numerator / (1.0 + _exp(-z)) + eps
 
 

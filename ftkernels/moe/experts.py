@@ -128,7 +128,7 @@ def route_products(
         matmul_rows(
             row, wide(weight[slot]) if scale is None else _widen(weight[slot], scale[slot]), "gemv"
         )
-        for row, slot in zip(rows.split(1), slots, strict=True)
+        for row, slot in zip(rows[:, None].unbind(0), slots, strict=True)
     ]
     return torch.cat(products)
 

@@ -194,6 +194,16 @@ def apply_rope_reference(
     return out if out.numel() == 0 else rotate(x, positions, cos, sin, inverse, out)
 
 
+def _complex_view_exists(x: torch.Tensor, kept: int) -> bool:
+    """Whether pairs from channel ``kept`` on start at even offsets, as complex numbers do."""
+    odd = (x.storage_offset() + kept) % 2
+    return not odd and (x.is_contiguous() and x.shape[-1] % 2 == 0 or not _has_odd_stride(x))
+
+
+def _has_odd_stride(x: torch.Tensor) -> bool:
+    return any(stride % 2 for stride in x.stride()[:-1])
+
+
 def rotate(
     x: torch.Tensor, positions: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
     inverse: bool, out: torch.Tensor,
@@ -209,9 +219,8 @@ def rotate(
     kept = x.shape[-1] - 2 * half
     if out.data_ptr() != x.data_ptr():
         out.copy_(x)
-    pairs = out[..., kept:].unflatten(-1, (half, 2))
-    offsets = (*out.stride()[:-1], out.storage_offset() + kept)
-    if out.dtype == torch.float32 and not any(n % 2 for n in offsets):
+    pairs = out[..., kept:].view(*out.shape[:-1], half, 2)
+    if out.dtype == torch.float32 and _complex_view_exists(out, kept):
         torch.view_as_complex(pairs).mul_(turn)
         return out
     turned = torch.view_as_complex(pairs.float()) * turn
@@ -317,7 +326,7 @@ SPECS = (
     ),
     KernelSpec(
         op=rope_tables, reference=rope_tables_reference, kernel=False,
-        cases=({"name": "small", "P": 300, "r": 64},),
+        cases=({"name": "small", "P": 300, "r": 64}, {"name": "flash", "P": 8192, "r": 64}),
         inputs=_table_inputs,
         bytes_moved=lambda case: case["P"] * case["r"] * 4,
         launches=lambda case: 0,

@@ -70,12 +70,12 @@ class Attention:
     ) -> torch.Tensor:
         """Normed input ``[T, C]`` to the sublayer's output ``[T, C]``."""
         config, eps = self.config, self.config.rms_norm_eps
-        latent, row = torch.split(
-            self.wq_a_wkv(x, batch.path), [config.q_lora_rank, config.head_dim], dim=1
+        latent, row = self.wq_a_wkv(x, batch.path).split_with_sizes(
+            [config.q_lora_rank, config.head_dim], dim=1
         )
         q_rank = ftkernels.rms_norm(latent, self.q_norm, eps=eps)
         q = self.wq_b(q_rank, batch.path).view(-1, config.num_attention_heads, config.head_dim)
-        q = ftkernels.rms_norm(q, None, eps=eps, out=q)
+        q = ftkernels.rms_norm(q, None, eps=eps)
         q = ftkernels.apply_rope(q, batch.positions, *tables, out=q)
         ftkernels.store_kv(
             row, kv.window, batch.slot_mapping, kv_format=kv.kv_format,
@@ -98,7 +98,7 @@ class Attention:
         """Append the rows that the new tokens close; the picks of a layer that selects."""
         if self.projections is None or self.compressor is None or kv.compressed is None:
             return None
-        parts = torch.split(self.projections(x, batch.path), self.widths, dim=1)
+        parts = self.projections(x, batch.path).split_with_sizes(self.widths, dim=1)
         self.compressor(parts[0], parts[1], batch, kv.compressed, tables)
         if self.indexer is None or kv.index is None:
             return None
