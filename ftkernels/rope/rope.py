@@ -197,7 +197,7 @@ def apply_rope_reference(
 def _complex_view_exists(x: torch.Tensor, kept: int) -> bool:
     """Whether pairs from channel ``kept`` on start at even offsets, as complex numbers do."""
     odd = (x.storage_offset() + kept) % 2
-    return not odd and (x.is_contiguous() and x.shape[-1] % 2 == 0 or not _has_odd_stride(x))
+    return not odd and ((x.is_contiguous() and x.shape[-1] % 2 == 0) or not _has_odd_stride(x))
 
 
 def _has_odd_stride(x: torch.Tensor) -> bool:
