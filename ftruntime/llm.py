@@ -15,6 +15,7 @@ from ftruntime.config import RuntimeConfig, check_servable
 from ftruntime.engine.build import build_engine
 from ftruntime.engine.loop import EngineLoop
 from ftruntime.engine.request import choice_params, make_request
+from ftruntime.progress import StartProgress
 from ftruntime.tokenizer.tokenizer import Tokenizer
 from ftruntime.types import Request, RequestRejectedError, SamplingParams
 
@@ -36,7 +37,8 @@ class LLM:
         given = flags if model is None else {"model": str(model), **flags}
         config = RuntimeConfig.from_flags(**given)
         check_servable(config)
-        self._loop: EngineLoop | None = build_engine(config, lambda phase, progress: None)
+        with StartProgress() as progress:
+            self._loop: EngineLoop | None = build_engine(config, progress)
         info = self._loop.info
         self._tokenizer = Tokenizer.from_dir(Path(str(info.get("model_path", config.model))))
         self._max_model_len = _integer(info.get("max_model_len"), "max_model_len")

@@ -17,8 +17,10 @@ class _Handler(logging.StreamHandler[TextIO]):
 
 class _Formatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        record.levelname = record.levelname.lower()
-        return super().format(record)
+        # other handlers see the same record
+        own = logging.makeLogRecord(record.__dict__)
+        own.levelname = record.levelname.lower()
+        return super().format(own)
 
 
 def setup(level: str = "info", stream: TextIO | None = None) -> None:

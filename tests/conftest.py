@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 
 # one thread, before torch or triton is imported: two threads on a busy small machine are far slower
@@ -44,6 +45,18 @@ def run(lane: str) -> Callable[..., Any]:
         return result
 
     return call
+
+
+@pytest.fixture(autouse=True)
+def _own_logging() -> Iterator[None]:
+    """What a command under test sets up for logging ends with its test."""
+    loggers = [logging.getLogger(name) for name in ("ftruntime", "ftkernels")]
+    before = [(x.handlers[:], x.level, x.propagate) for x in loggers]
+    yield
+    for logger, (handlers, level, propagate) in zip(loggers, before, strict=True):
+        logger.handlers[:] = handlers
+        logger.setLevel(level)
+        logger.propagate = propagate
 
 
 @pytest.fixture(autouse=True)

@@ -110,8 +110,17 @@ def _select_sequence(
         score = (dots.relu_() * weights[begin:end, :, None]).sum(dim=1)
         visible = torch.arange(pos0 + begin + 1, pos0 + end + 1, device=out.device) // ratio
         score.masked_fill_(numbers[None] >= visible[:, None], float("-inf"))
-        best = score.sort(dim=1, descending=True, stable=True).indices[:, :topk]
-        out[begin:end] = best.sort(dim=1).values.to(torch.int32)
+        out[begin:end] = _best_rows(score, topk).to(torch.int32)
+
+
+def _best_rows(score: torch.Tensor, topk: int) -> torch.Tensor:
+    """The ``topk`` largest of each row, ascending by index; of equal ones at the cut the lower."""
+    score = score.nan_to_num_(nan=float("-inf"), posinf=float("inf"), neginf=float("-inf"))
+    cut = score.topk(topk, dim=1, sorted=True).values[:, -1:]
+    above, level = score > cut, score == cut
+    room = topk - above.sum(dim=1, keepdim=True)
+    kept = above | (level & (level.cumsum(dim=1) <= room))
+    return kept.nonzero()[:, 1].view(-1, topk)
 
 
 def _inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:

@@ -15,6 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from ftruntime.metrics import CONTENT_TYPE
+from ftruntime.progress import StartProgress
 from ftruntime.server.bridge import EngineDeadError
 from ftruntime.server.client import EngineClient
 from ftruntime.server.errors import ApiError, bad_field
@@ -37,6 +38,7 @@ from ftruntime.tokenizer.tokenizer import Tokenizer
 
 _STOP_ENGINE_S = 10.0
 _STOP_LOADING_S = 0.5
+_PROGRESS_S = 0.2
 _MAX_SEQUENCES = 1024
 
 _logger = logging.getLogger(__name__)
@@ -76,6 +78,21 @@ def create_app(
     return app
 
 
+async def _until_ready(client: EngineClient) -> None:
+    """Wait for the engine, showing how far it is."""
+    ready = asyncio.ensure_future(client.wait_ready())
+    try:
+        with StartProgress() as progress:
+            while not ready.done():
+                health = client.health()
+                if not health.ready:
+                    progress(health.phase, health.progress)
+                await asyncio.wait((ready,), timeout=_PROGRESS_S)
+        await ready
+    finally:
+        ready.cancel()
+
+
 def _lifespan(
     front: Front, on_start_failure: Callable[[str], None] | None
 ) -> Callable[[FastAPI], contextlib.AbstractAsyncContextManager[None]]:
@@ -83,7 +100,7 @@ def _lifespan(
         """Load beside the running server, so that `/health` can tell how far it is."""
         try:
             await front.client.start()
-            await front.client.wait_ready()
+            await _until_ready(front.client)
             _logger.info("server ready model=%s", front.settings.served_model_name)
         except (EngineDeadError, OSError) as error:
             if on_start_failure is None:

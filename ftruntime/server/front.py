@@ -33,7 +33,7 @@ class ServerSettings:
     request_timeout_s: float = 0.0
     shutdown_timeout_s: float = 30.0
     enable_cache_report: bool = False
-    keep_alive_s: float = 5.0
+    keep_alive_s: float = 2.0
 
 
 @dataclass(frozen=True)
