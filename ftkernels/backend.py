@@ -19,7 +19,7 @@ INTERPRET = tl.constexpr(bool(triton.knobs.runtime.interpret))
 """For inline assembly inside kernels only."""
 
 _INTERPRETED = bool(triton.knobs.runtime.interpret)
-_ENV_AT_IMPORT = os.environ.get("TRITON_INTERPRET")
+_ENV_AT_IMPORT = os.environb.get(b"TRITON_INTERPRET")
 _OLDEST_CAPABILITY = (8, 9)
 _OLDEST_TRITON, _NEWEST_TRITON = (3, 6), (3, 9)
 
@@ -91,7 +91,7 @@ def use_reference(x: torch.Tensor) -> bool:
 
 def _check_unchanged() -> None:
     # the text first, as it costs least: this runs once for every op of a decode step
-    if os.environ.get("TRITON_INTERPRET") == _ENV_AT_IMPORT:
+    if os.environb.get(b"TRITON_INTERPRET") == _ENV_AT_IMPORT:
         return
     if bool(triton.knobs.runtime.interpret) != _INTERPRETED:
         raise RuntimeError(

@@ -75,18 +75,26 @@ def mla_decode_reference(
     if index_topk is not None:
         check.tensor(op, "index_topk", index_topk, (torch.int32,), (count, None), "[S, topk]", q)
         check.require(cmp_kv is not None, f"{op}: index_topk is given without cmp_kv")
+    lengths = seq_lens.tolist()
+
+    def attend(s: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        picks = None if index_topk is None else index_topk[s]
+        mixed, total = _attend(q[s], pools, s, lengths[s], picks, softmax_scale, sink, return_lse)
+        if cos is not None and sin is not None:
+            position = torch.tensor([lengths[s] - 1], device=q.device)
+            mixed = rotate(mixed, position, cos, sin, True, mixed)
+        return mixed, total
+
+    if count == 1 and lengths[0] and out is None and not return_lse:
+        return attend(0)[0].to(q.dtype)
     result, lse = outputs(op, out, tuple(q.shape), q, q.dtype, return_lse)  # type: ignore[arg-type]
-    for s, length in enumerate(seq_lens.tolist()):
+    for s, length in enumerate(lengths):
         if length == 0:
             result[s] = 0.0
             if lse is not None:
                 lse[s] = float("-inf")
             continue
-        picks = None if index_topk is None else index_topk[s]
-        mixed, total = _attend(q[s], pools, s, length, picks, softmax_scale, sink, return_lse)
-        if cos is not None and sin is not None:
-            position = torch.tensor([length - 1], device=q.device)
-            mixed = rotate(mixed, position, cos, sin, True, mixed)
+        mixed, total = attend(s)
         result[s] = mixed[0]
         if lse is not None and total is not None:
             lse[s] = total[0]

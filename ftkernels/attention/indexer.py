@@ -91,6 +91,10 @@ def _select_sequence(
     num_new, per_page = out.shape[0], index_k.shape[1]
     # the queries that see no more than topk rows take them all
     plain = min(num_new, max(0, ratio * (topk + 1) - 1 - pos0))
+    if plain == num_new == 1:
+        count = min(topk, (pos0 + 1) // ratio)
+        out[0, :count] = torch.arange(count, dtype=torch.int32, device=out.device)
+        return
     if plain:
         visible = (torch.arange(pos0 + 1, pos0 + plain + 1, device=out.device) // ratio)[:, None]
         slots = torch.arange(topk, device=out.device)[None]

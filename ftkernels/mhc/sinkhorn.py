@@ -17,6 +17,7 @@ import torch
 
 from ftkernels import check
 from ftkernels.linear.linear import matmul_rows, wide
+from ftkernels.norm.rms_norm import normed
 
 _FEW_ROWS = 16  # below, Python floats cost less than the calls of tensor operations
 _MIN_COLUMNS = 4
@@ -165,9 +166,7 @@ def combine_reference(weights: torch.Tensor, streams: torch.Tensor) -> torch.Ten
 
 def norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """RMS norm of rows ``[T, C]``: fp32 statistics and product, one rounding."""
-    full = wide(x)
-    mean = full.square().mean(-1, keepdim=True)
-    return full.mul(mean.add_(eps).rsqrt_()).mul_(weight).to(x.dtype)
+    return normed(x, weight, eps).to(x.dtype)
 
 
 def check_common(

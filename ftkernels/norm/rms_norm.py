@@ -112,6 +112,8 @@ def _rms_norm(
 
 def normed(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
     """The formula in fp32 without checks, for references that norm as a part of what they do."""
+    if x.dtype == torch.float32 and (weight is None or weight.dtype == torch.float32):
+        return torch.rms_norm(x, x.shape[-1:], weight, eps)
     full = wide(x)
     result = full * full.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
     return result if weight is None else result.mul_(weight)

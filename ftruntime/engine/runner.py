@@ -47,8 +47,8 @@ class BatchBuilder:
             cu_seqlens=self._tensor(bounds, torch.int32),
             seq_lens=self._tensor(lens, torch.int32),
             slot_mapping=self._tensor(slots, torch.int64),
-            window_block_table=self._window[rows, :used].to(self._device),
-            block_table=self._rows[rows, :used].to(self._device),
+            window_block_table=_rows_of(self._window, rows, used).to(self._device),
+            block_table=_rows_of(self._rows, rows, used).to(self._device),
             state_index=self._tensor(rows, torch.int32),
             is_decode=plan.kind == "decode",
         )
@@ -72,3 +72,10 @@ class BatchBuilder:
 
     def _tensor(self, values: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return torch.tensor(values, dtype=dtype).to(self._device)
+
+
+def _rows_of(table: torch.Tensor, rows: list[int], used: int) -> torch.Tensor:
+    """The first ``used`` entries of some rows; a single row is a view."""
+    if len(rows) == 1:
+        return table[rows[0] : rows[0] + 1, :used]
+    return table[rows, :used]
