@@ -15,6 +15,8 @@ WORKERS ?= 2
 .venv/.ok-%: pyproject.toml constraints.txt
 	@[ "$$(uname -s)-$$(uname -m)" = Linux-x86_64 ] || { \
 	  echo "this project runs on Linux x86-64, and this is $$(uname -s) $$(uname -m)"; exit 1; }
+	@test -x $(BIN)/python || command -v $(PY) >/dev/null || { \
+	  echo "PY is $(PY), expected a Python 3.11 interpreter: make PY=/path/to/python3.11"; exit 1; }
 	test -x $(BIN)/python || $(PY) -m venv .venv
 	$(BIN)/python -m pip install -q $(PIP_FLAGS) -e '.[$*]'
 	touch $@
