@@ -34,7 +34,7 @@ class MoE:
             gate=Fp32Linear(columns(weights.tensors[f"{prefix}gate.weight"])),
             bias=None if hashed else weights.tensors[f"{prefix}gate.bias"],
             tid2eid=weights.tensors[f"{prefix}gate.tid2eid"] if hashed else None,
-            bank=_by_columns(weights.experts[layer]),
+            bank=_resident(weights.experts[layer], weights.tensors["embed.weight"].device),
             shared_w13=Fp8Linear.stacked(w1, w3, numerics),
             shared_w2=Fp8Linear.of(weights, f"{prefix}shared_experts.w2", numerics),
             config=config,
@@ -67,8 +67,11 @@ class MoE:
         )  # fmt: skip
 
 
-def _by_columns(bank: ftkernels.ExpertBank) -> ftkernels.ExpertBank:
-    """Dequantized experts in the layout that decode on the host prefers."""
-    if bank.w13_scale is not None:
-        return bank
-    return ftkernels.ExpertBank(columns(bank.w13), None, columns(bank.w2), None)
+def _resident(bank: ftkernels.ExpertBank, device: torch.device) -> ftkernels.ExpertBank:
+    """All experts of a layer where the layer runs; dequantized ones on the host by columns."""
+    if bank.w13_scale is None or bank.w2_scale is None:
+        w13, w2 = columns(bank.w13.to(device)), columns(bank.w2.to(device))
+        return ftkernels.ExpertBank(w13, None, w2, None)
+    return ftkernels.ExpertBank(
+        bank.w13.to(device), bank.w13_scale.to(device), bank.w2.to(device), bank.w2_scale.to(device)
+    )
