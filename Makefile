@@ -40,6 +40,8 @@ compile-sm89: .venv/.ok-serve,test
 
 # installs nothing: PYTHON is any interpreter that has torch with CUDA, triton and pytest
 test-gpu:
+	@$(PYTHON) -c 'import torch, triton, pytest' 2>/dev/null || { \
+	  echo "PYTHON is $(PYTHON), expected an interpreter with torch, triton and pytest"; exit 1; }
 	@$(PYTHON) -c 'import torch; exit(not torch.cuda.is_available())' || { \
 	  echo "test-gpu needs a CUDA card, and there is none here"; exit 1; }
 	$(PYTHON) -m pytest -q -p no:cacheprovider tests/ftkernels

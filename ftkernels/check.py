@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -152,12 +153,47 @@ def _span(x: torch.Tensor) -> tuple[int, int]:
     return start, start + (last + 1) * x.element_size()
 
 
+def number(op: str, name: str, value: object, low: float | None = None) -> None:
+    """Raise `TypeError` for what is no number, `ValueError` for one not finite or below `low`."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{op}: {name} is {value!r}, expected a number")
+    if not math.isfinite(value) or (low is not None and value < low):
+        bound = "" if low is None else f" >= {low:g}"
+        raise ValueError(f"{op}: {name} is {value}, expected a finite number{bound}")
+
+
+def rope(
+    op: str, cos: torch.Tensor | None, sin: torch.Tensor | None, head_dim: int, like: torch.Tensor
+) -> None:
+    """Refuse rope tables that are partly given, differ, or are wider than a head."""
+    require((cos is None) == (sin is None), f"{op}: cos and sin are partly given, expected both")
+    if cos is None or sin is None:
+        return
+    tensor(op, "cos", cos, (torch.float32,), (None, None), "[max_positions, r/2]", like)
+    tensor(op, "sin", sin, (torch.float32,), tuple(cos.shape), "[max_positions, r/2]", like)
+    require(
+        2 * cos.shape[1] <= head_dim,
+        lambda: f"{op}: cos is {tuple(cos.shape)}, expected at most D/2 = {head_dim // 2} columns",
+    )
+
+
+def given_scratch(op: str, scratch: torch.Tensor | None, like: object) -> None:
+    """Refuse a scratch of the wrong form where an op needs no bytes of it."""
+    if scratch is not None and isinstance(like, torch.Tensor):
+        _scratch(op, scratch, 0, like)
+
+
 def scratch(
     op: str, scratch: torch.Tensor | None, num_bytes: int, like: torch.Tensor
 ) -> torch.Tensor:  # fmt: skip
     """`scratch` after checking it, or a new zeroed one of `num_bytes`."""
     if scratch is None:
         return torch.zeros(num_bytes, dtype=torch.uint8, device=like.device)
+    _scratch(op, scratch, num_bytes, like)
+    return scratch
+
+
+def _scratch(op: str, scratch: torch.Tensor, num_bytes: int, like: torch.Tensor) -> None:
     tensor(op, "scratch", scratch, (torch.uint8,), (None,), "[bytes]", like)
     require(
         scratch.numel() >= num_bytes,
@@ -167,4 +203,3 @@ def scratch(
         scratch.device.type == "meta" or scratch.data_ptr() % 16 == 0,
         f"{op}: scratch is not 16-byte aligned, expected a 16-byte aligned tensor",
     )
-    return scratch

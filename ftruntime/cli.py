@@ -179,7 +179,13 @@ def inspect(
         shape = _checkpoint_shape(config)
     with _refusals(_USAGE):
         plan = resolve(config, shape, facts, strict=False)
-    _log_lines(plan.notes, plan.warnings)
+    _log_lines((*plan.notes, *inactive_flags(config, facts)), plan.warnings)
+    try:
+        check_servable(config)
+    except ValueError as error:
+        _logger.warning("serve refuses to start with these flags: %s", error)
+    if not plan.fits and facts.kind == "cpu":
+        _logger.warning("this machine is what was planned for; --cards and --card-gib plan others")
     if not plan.fits:
         _logger.warning(
             "plan does not fit needed_bytes=%d budget_bytes=%d", plan.total_bytes, plan.budget_bytes

@@ -64,7 +64,9 @@ def compress_kv(
         pool: ``[pages, Rc, c]`` or packed.
         block_table: ``[S, max_pages]`` int32; row ``j`` lies in page ``block_table[s, j // Rc]``.
         cu_seqlens, seq_lens: ``[S+1]``, ``[S]`` int32; new tokens are a sequence's last ones.
+        compress_ratio: 4 or 128.
         cos, sin: rope tables of the compressed layers.
+        eps: of the RMSNorm.
         store: "kv" (FP8 round trip of ``c - r`` channels, or packing), "index" (Hadamard and FP4
             round
             trip, or packing) or "raw".
@@ -73,7 +75,7 @@ def compress_kv(
     Raises:
         TypeError, ValueError: an argument outside the contract, by name.
     """
-    del scratch  # the reference needs none
+    check.given_scratch("compress_kv", scratch, kv)
     compress_kv_reference(
         kv, gate, ape, norm_weight, state, state_index, pool, block_table, cu_seqlens, seq_lens,
         compress_ratio=compress_ratio, cos=cos, sin=sin, eps=eps, store=store, kv_format=kv_format,

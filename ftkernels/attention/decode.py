@@ -31,9 +31,20 @@ def mla_decode(
 
     Args:
         q: ``[S, H, D]``.
+        window_kv: ``[pages, P, D]`` or packed; position ``p`` is row ``p % P`` of page ``p // P``.
+        window_block_table: ``[S, max_wpages]`` int32; a -1 page is never read.
         seq_lens: ``[S]`` int32; 0 marks a padded row, which gets zeros.
+        softmax_scale: factor on ``q . k``.
+        sink: ``[H]`` fp32.
+        window: tokens a query sees of the window, itself included.
+        cmp_kv, block_table, compress_ratio: compressed rows, all or none of them.
+        index_topk: ``[S, topk]`` int32 picks, -1 for none; all visible rows when omitted.
+        kv_format: "bf16" (rows in the pools' dtype) or "fp8" (packed), of both pools.
+        cos, sin: rope tables; the result is rotated back by the query's position.
+        return_lse: also give ``lse [S, H]`` fp32.
         num_splits: upper bound of the runs a sequence's tiles are cut into.
-        Others as in ``mla_prefill``.
+        out: ``[S, H, D]``, a pair with ``return_lse``.
+        scratch: uint8, ``scratch_bytes("mla_decode")`` long.
 
     Returns:
         ``[S, H, D]`` in the dtype of ``q`` (and ``lse [S, H]`` fp32).
@@ -41,7 +52,7 @@ def mla_decode(
     Raises:
         TypeError, ValueError: an argument outside the contract, by name.
     """
-    del scratch  # the reference needs none
+    check.given_scratch("mla_decode", scratch, q)
     return mla_decode_reference(
         q, window_kv, window_block_table, seq_lens, softmax_scale=softmax_scale, sink=sink,
         window=window, cmp_kv=cmp_kv, block_table=block_table, compress_ratio=compress_ratio,
@@ -61,7 +72,7 @@ def mla_decode_reference(
 ) -> Result:  # fmt: skip
     """The definition in plain torch, one sequence after another."""
     op = "mla_decode"
-    check_queries(op, q, "[S, H, D]", sink, cos, sin)
+    check_queries(op, q, "[S, H, D]", sink, cos, sin, softmax_scale)
     count = q.shape[0]
     check.tensor(op, "seq_lens", seq_lens, (torch.int32,), (count,), "[S]", q)
     pools = Pools(
@@ -69,8 +80,8 @@ def mla_decode_reference(
     )
     pools.check(op, q, count, 64 if cos is None else 2 * cos.shape[1])
     check.require(
-        num_splits is None or num_splits >= 1,
-        lambda: f"{op}: num_splits is {num_splits}, expected None or >= 1",
+        num_splits is None or (isinstance(num_splits, int) and num_splits >= 1),
+        lambda: f"{op}: num_splits is {num_splits!r}, expected None or an integer >= 1",
     )
     if index_topk is not None:
         check.tensor(op, "index_topk", index_topk, (torch.int32,), (count, None), "[S, topk]", q)

@@ -82,14 +82,13 @@ def _gather(
 
 def check_queries(
     op: str, q: torch.Tensor, text: str, sink: torch.Tensor | None, cos: torch.Tensor | None,
-    sin: torch.Tensor | None,
+    sin: torch.Tensor | None, softmax_scale: float,
 ) -> None:  # fmt: skip
     check.tensor(op, "q", q, check.FLOATS, (None, None, None), text)
     if sink is not None:
         check.tensor(op, "sink", sink, (torch.float32,), (q.shape[1],), "[H]", q)
-    check.require(
-        (cos is None) == (sin is None), f"{op}: cos and sin are partly given, expected both or none"
-    )
+    check.number(op, "softmax_scale", softmax_scale)
+    check.rope(op, cos, sin, q.shape[2], q)
 
 
 def softmax_mix(

@@ -33,6 +33,7 @@ def index_select(
         block_table: ``[S, max_pages]`` int32.
         cu_seqlens, seq_lens: ``[S+1]``, ``[S]`` int32.
         topk: rows kept; all ``V = (pos+1)//compress_ratio`` visible ones while ``V <= topk``.
+        index_format: "bf16" (rows in the dtype of ``index_k``) or "fp4" (packed).
         scores: "fp8" (operands on the FP4 grid) or "exact" (fp32).
 
     Returns:
@@ -41,7 +42,7 @@ def index_select(
     Raises:
         TypeError, ValueError: an argument outside the contract, by name.
     """
-    del scratch  # the reference needs none
+    check.given_scratch("index_select", scratch, index_q)
     return index_select_reference(
         index_q, index_weights, index_k, block_table, cu_seqlens, seq_lens, topk=topk,
         compress_ratio=compress_ratio, index_format=index_format, scores=scores, out=out,

@@ -28,6 +28,7 @@ def store_kv(
     Args:
         kv: ``[T, D]``, bf16/fp16/fp32.
         pool: ``[pages, P, D]``, or packed ``[pages, P, 584]`` uint8 with ``kv_format="fp8"``.
+        kv_format: "bf16" (rows in the dtype of ``pool``) or "fp8".
         slot_mapping: ``[T]`` int32/int64; row ``slot % P`` of page ``slot // P``, -1 to skip a
             token.
         rope_dim: rotated channels, the last ones.
@@ -56,10 +57,26 @@ def store_kv_reference(
     num_tokens, head_dim = kv.shape
     check_pool(op, "pool", pool, kv_format, head_dim, rope_dim, kv)
     check.tensor(op, "slot_mapping", slot_mapping, check.INTS, (num_tokens,), "[T]", kv)
+    check.number(op, "eps", eps, 0)
+    check.require(
+        isinstance(rope_dim, int) and 0 <= rope_dim <= head_dim,
+        lambda: f"{op}: rope_dim is {rope_dim!r}, expected 0 to D = {head_dim}",
+    )
+    if norm_weight is not None:
+        check.tensor(op, "norm_weight", norm_weight, check.FLOATS, (head_dim,), "[D]", kv)
     check.require(
         (positions is None) == (cos is None) == (sin is None),
         f"{op}: positions, cos and sin are partly given, expected all or none",
     )
+    if positions is not None and cos is not None:
+        check.tensor(op, "positions", positions, check.INTS, (num_tokens,), "[T]", kv)
+        check.rope(op, cos, sin, head_dim, kv)
+        check.require(
+            2 * cos.shape[1] == rope_dim,
+            lambda: (
+                f"{op}: cos is {tuple(cos.shape)}, expected rope_dim/2 = {rope_dim // 2} columns"
+            ),
+        )
     if num_tokens == 0:
         return
     if norm_weight is not None:
@@ -90,7 +107,7 @@ def load_kv(
     """Read rows of a pool, for prefix snapshots, other engines and tests.
 
     Args:
-        pool: as in ``store_kv``.
+        pool, kv_format, rope_dim: as in ``store_kv``.
         slots: ``[N]`` int32/int64, -1 gives zeros.
         dtype: of the result.
 

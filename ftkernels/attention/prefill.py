@@ -42,11 +42,15 @@ def mla_prefill(
         window_block_table: ``[S, max_wpages]`` int32; a -1 page is never read.
         cu_seqlens, seq_lens: ``[S+1]``, ``[S]`` int32.
         softmax_scale: factor on ``q . k``.
+        window: tokens a query sees of the window, itself included.
+        kv_format: "bf16" (rows in the pools' dtype) or "fp8" (packed), of both pools.
         sink: ``[H]`` fp32.
         cmp_kv, block_table, compress_ratio: compressed rows, all or none of them.
         index_topk: ``[T, topk]`` int32 picks, -1 for none; all visible rows when omitted.
         cos, sin: rope tables; the result is rotated back by the query's position.
         return_lse: also give ``lse [T, H]`` fp32.
+        out: ``[T, H, D]``, a pair with ``return_lse``.
+        scratch: uint8, ``scratch_bytes("mla_prefill")`` long.
 
     Returns:
         ``[T, H, D]`` in the dtype of ``q`` (and ``lse``). Rows of no sequence are zero, ``lse``
@@ -55,7 +59,7 @@ def mla_prefill(
     Raises:
         TypeError, ValueError: an argument outside the contract, by name.
     """
-    del scratch  # the reference needs none
+    check.given_scratch("mla_prefill", scratch, q)
     return mla_prefill_reference(
         q, window_kv, window_block_table, cu_seqlens, seq_lens, softmax_scale=softmax_scale,
         sink=sink, window=window, cmp_kv=cmp_kv, block_table=block_table,
@@ -75,7 +79,7 @@ def mla_prefill_reference(
 ) -> Result:  # fmt: skip
     """The definition in plain torch, block by block of each sequence."""
     op = "mla_prefill"
-    check_queries(op, q, "[T, H, D]", sink, cos, sin)
+    check_queries(op, q, "[T, H, D]", sink, cos, sin, softmax_scale)
     check.tensor(op, "seq_lens", seq_lens, (torch.int32,), (None,), "[S]", q)
     count = seq_lens.shape[0]
     check.tensor(op, "cu_seqlens", cu_seqlens, (torch.int32,), (count + 1,), "[S+1]", q)

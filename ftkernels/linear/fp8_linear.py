@@ -36,9 +36,9 @@ def fp8_linear(
         weight_scale: ``[ceil(N/128), ceil(K/128)]`` uint8 UE8M0.
         activation: "fp8" quantizes a dense ``x`` per 128 channels, "bf16" leaves it.
         norm_weight: ``[K]``; a dense ``x`` is RMS-normed with it first.
+        eps: of that norm.
         path: "gemm" or "gemv" pins how rows are multiplied, for a caller that must get the same
-            bits
-            for any number of rows; the two agree within fp32 rounding.
+            bits for any number of rows; the two agree within fp32 rounding.
         out: ``[T, N]`` of ``out_dtype``.
 
     Returns:
@@ -47,7 +47,7 @@ def fp8_linear(
     Raises:
         TypeError, ValueError: an argument outside the contract, by name.
     """
-    del scratch  # the reference needs none
+    check.given_scratch("fp8_linear", scratch, x[0] if isinstance(x, tuple) and x else x)
     return fp8_linear_reference(
         x, weight, weight_scale, activation=activation, norm_weight=norm_weight, eps=eps,
         path=path, out_dtype=out_dtype, out=out,
@@ -88,6 +88,8 @@ def check_weight(
 ) -> None:
     """Refuse a weight ``[N, k]`` that is neither scaled e4m3 nor dense without a scale."""
     if scale is None:
+        if isinstance(weight, torch.Tensor) and weight.dtype == torch.float8_e4m3fn:
+            raise ValueError(f"{op}: weight_scale is None, expected the scales of an e4m3 weight")
         check.matrix(op, "weight", weight, _DENSE, (None, k), "[N, K]", like)
         return
     check.tensor(op, "weight", weight, (torch.float8_e4m3fn,), (None, k), "[N, K]", like)

@@ -39,7 +39,7 @@ def grouped_linear(
     Raises:
         TypeError, ValueError: an argument outside the contract, by name.
     """
-    del scratch  # the reference needs none
+    check.given_scratch("grouped_linear", scratch, x)
     return grouped_linear_reference(
         x, weight, weight_scale=weight_scale, path=path, out_dtype=out_dtype, out=out
     )
@@ -56,6 +56,8 @@ def grouped_linear_reference(
     check.tensor(op, "x", x, check.FLOATS, (None, None, None), "[T, G, K]")
     groups, k = x.shape[1:]
     if weight_scale is None:
+        if isinstance(weight, torch.Tensor) and weight.dtype == torch.float8_e4m3fn:
+            raise ValueError(f"{op}: weight_scale is None, expected the scales of an e4m3 weight")
         check.matrix(op, "weight", weight, _DENSE, (groups, None, k), "[G, R, K]", x)
     else:
         fp8, size = (torch.float8_e4m3fn,), (groups, None, k)

@@ -25,6 +25,7 @@ def check_experts(
 ) -> int:  # fmt: skip
     """Refuse expert weights of the wrong form; gives the rows ``N`` of one expert."""
     if scale is None:
+        require_scale(op, name, weight)
         check.matrix(op, name, weight, _DENSE, (None, None, k), "[S, N, K]", like)
         return int(weight.shape[1])
     if packed:  # the packed order is the unpacker's to check
@@ -35,6 +36,14 @@ def check_experts(
     size = (weight.shape[0], weight.shape[1], k // GROUP)
     check.tensor(op, f"{name}_scale", scale, (torch.uint8,), size, "[S, N, K/32]", like)
     return int(weight.shape[1])
+
+
+def require_scale(op: str, name: str, weight: object) -> None:
+    """Quantized codes without their scales: say what is missing."""
+    quantized = (torch.uint8, torch.int32, torch.float8_e4m3fn)
+    if isinstance(weight, torch.Tensor) and weight.dtype in quantized:
+        kind = str(weight.dtype).removeprefix("torch.")
+        raise ValueError(f"{op}: {name}_scale is None, expected the scales of {name}, {kind} codes")
 
 
 def check_options(

@@ -48,6 +48,9 @@ def moe_gemm_fp4(
         route_weights: ``[num_routes]`` fp32, multiplied before the one rounding.
         activation: "fp8", or "bf16" to leave ``x`` as it is.
         packed: weight and scale are ``pack_fp4``'s.
+        out_dtype: of the result.
+        out: the result's tensor; allocated when omitted.
+        scratch: uint8, ``scratch_bytes("moe_gemm_fp4")`` long.
 
     Returns:
         ``[num_routes, N]``, or ``[num_routes, N/2]`` with ``swiglu_limit``; routes without a slot
@@ -57,7 +60,7 @@ def moe_gemm_fp4(
     Raises:
         TypeError, ValueError: an argument outside the contract, by name.
     """
-    del scratch  # the reference needs none
+    check.given_scratch("moe_gemm_fp4", scratch, x)
     return moe_gemm_fp4_reference(
         x, weight, weight_scale, sorted_token_ids, expert_ids, num_tokens_post_padded, topk=topk,
         num_routes=num_routes, block_m=block_m, x_scale=x_scale, slot_of_expert=slot_of_expert,

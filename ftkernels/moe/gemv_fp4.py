@@ -38,7 +38,16 @@ def moe_gemv_fp4(
     Args:
         x: ``[T, K]``, or ``[R, K]`` with a row per route, ``R = T*topk``.
         topk_ids: ``[T, topk]`` int32, -1 to skip a route.
-        Others as in ``moe_gemm_fp4``.
+        weight: ``[S, N, K/2]`` uint8 with ``weight_scale [S, N, K/32]``, or ``[S, N, K]`` dense
+            with None.
+        x_scale: ``[rows, ceil(K/128)]`` when ``x`` is e4m3.
+        slot_of_expert: ``[E]`` int32, -1 for an expert without a slot; expert = slot when omitted.
+        swiglu_limit: gate-up matrix with the clamped SwiGLU on its result; 0 = no clamp.
+        route_weights: ``[R]`` fp32, multiplied before the one rounding.
+        activation: "fp8", or "bf16" to leave ``x`` as it is.
+        packed: weight and scale are ``pack_fp4``'s.
+        out_dtype, out: of the result, and its tensor.
+        scratch: uint8, ``scratch_bytes("moe_gemv_fp4")`` long.
 
     Returns:
         ``[R, N]``, or ``[R, N/2]`` with ``swiglu_limit``; routes without a slot are not written.
@@ -46,7 +55,7 @@ def moe_gemv_fp4(
     Raises:
         TypeError, ValueError: an argument outside the contract, by name.
     """
-    del scratch  # the reference needs none
+    check.given_scratch("moe_gemv_fp4", scratch, x)
     return moe_gemv_fp4_reference(
         x, weight, weight_scale, topk_ids, x_scale=x_scale, slot_of_expert=slot_of_expert,
         swiglu_limit=swiglu_limit, route_weights=route_weights, activation=activation,

@@ -47,10 +47,11 @@ def moe_fp4(
         swiglu_limit: clamp bound, 0 = no clamp.
         slot_of_expert: ``[E]`` int32; expert = slot when omitted.
         shared: ``[T, C]``, added in fp32 before the last rounding.
+        activation: "fp8" quantizes ``x`` and the hidden state per 128 channels, "bf16" neither.
+        packed: weights and scales are ``pack_fp4``'s.
         path: "gemm" or "gemv" pins the choice, else it goes by the number of routes.
         routed_out: ``[T, topk, C]``; routes whose expert has a slot are written there and nothing
-            is
-            combined: a step is run in groups this way, with one ``moe_combine`` at the end.
+            is combined: a step is run in groups this way, with one ``moe_combine`` at the end.
 
     Returns:
         ``[T, C]`` of ``out_dtype`` (that of ``x`` when omitted), or ``routed_out``.
@@ -58,7 +59,7 @@ def moe_fp4(
     Raises:
         TypeError, ValueError: an argument outside the contract, by name.
     """
-    del scratch  # the reference needs none
+    check.given_scratch("moe_fp4", scratch, x)
     return moe_fp4_reference(
         x, w13, w13_scale, w2, w2_scale, topk_weights, topk_ids, swiglu_limit=swiglu_limit,
         slot_of_expert=slot_of_expert, shared=shared, activation=activation, packed=packed,

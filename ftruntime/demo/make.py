@@ -74,7 +74,9 @@ def _check_target(directory: Path, force: bool) -> None:
         raise FileExistsError(f"{directory} is a file, expected a directory to write to")
     names = sorted(entry.name for entry in directory.iterdir())
     if names and not force:
-        raise FileExistsError(f"{directory} is not empty, expected a new directory (or force)")
+        raise FileExistsError(
+            f"{directory} is not empty, expected a new directory (--force replaces a demo)"
+        )
     for name in names:
         if not _OWN_FILES.fullmatch(name):
             raise FileExistsError(

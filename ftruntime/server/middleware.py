@@ -67,7 +67,7 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
             break
     if size > max_bytes:
         raise ApiError(
-            f"body is over {max_bytes / (1 << 20):g} MB, expected at most that (--max-body-mb)",
+            f"body is over {max_bytes / (1 << 20):.4g} MB, expected at most that (--max-body-mb)",
             status=413, code="body_too_large",
         )  # fmt: skip
     return b"".join(chunks)

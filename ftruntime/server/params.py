@@ -13,6 +13,9 @@ from ftruntime.types import SamplingParams
 T = TypeVar("T")
 
 
+_COMPLETION_TOKENS = 16
+
+
 @dataclass(frozen=True)
 class ModelLimits:
     """What requests are checked against: tokens of prompt + output, and ids in the vocabulary."""
@@ -63,12 +66,19 @@ def build_params(body: GenerationBody, prompt_tokens: int, limits: ModelLimits) 
     if isinstance(body, ChatBody):
         renamed["logprobs"] = "top_logprobs"
     try:
-        params = _sampling(body, wanted or room)
+        params = _sampling(body, wanted or _default_tokens(body, room))
     except ValueError as error:
         raise from_value_error(error, rename=renamed) from error
     _check_ids("stop_token_ids", params.stop_token_ids, limits)
     _check_ids("logit_bias", params.logit_bias, limits)
     return params
+
+
+def _default_tokens(body: GenerationBody, room: int) -> int:
+    """Chat runs to its end; a completion without `max_tokens` stops at 16, as the API documents."""
+    if isinstance(body, ChatBody):
+        return room
+    return min(room, max(_COMPLETION_TOKENS, body.min_tokens or 0))
 
 
 def _room(body: GenerationBody, prompt_tokens: int, limits: ModelLimits) -> int:

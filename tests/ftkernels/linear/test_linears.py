@@ -122,7 +122,7 @@ def test_scale_index_mutant_fails():
     ("change", "kind", "text"),
     [
         ({"activation": "int8"}, ValueError, "activation is 'int8', expected 'fp8' or 'bf16'"),
-        ({"weight_scale": None}, TypeError, "weight is float8_e4m3fn, expected bfloat16, float32"),
+        ({"weight_scale": None}, ValueError, "weight_scale is None, expected the scales"),
         (
             {"weight_scale": torch.zeros(2, 1, dtype=torch.uint8)},
             ValueError,
