@@ -13,6 +13,7 @@ from types import FrameType, TracebackType
 from ftruntime.completion import Completion, RequestOutput, request_output
 from ftruntime.config import RuntimeConfig, check_servable
 from ftruntime.engine.build import build_engine
+from ftruntime.engine.collect import fewer_collections
 from ftruntime.engine.loop import EngineLoop
 from ftruntime.engine.request import choice_params, make_request
 from ftruntime.progress import StartProgress
@@ -157,7 +158,7 @@ class _Batch:
 
     def run(self) -> None:
         """Step until every sequence has ended; whatever ends it early, no page stays taken."""
-        with _InterruptBetweenSteps(self._loop) as interrupt:
+        with fewer_collections(), _InterruptBetweenSteps(self._loop) as interrupt:
             try:
                 while self._running:
                     self._submit()

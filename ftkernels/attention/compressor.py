@@ -75,7 +75,8 @@ def compress_kv(
     Raises:
         TypeError, ValueError: an argument outside the contract, by name.
     """
-    check.given_scratch("compress_kv", scratch, kv)
+    if scratch is not None:
+        check.given_scratch("compress_kv", scratch, kv)
     compress_kv_reference(
         kv, gate, ape, norm_weight, state, state_index, pool, block_table, cu_seqlens, seq_lens,
         compress_ratio=compress_ratio, cos=cos, sin=sin, eps=eps, store=store, kv_format=kv_format,

@@ -52,7 +52,8 @@ def mla_decode(
     Raises:
         TypeError, ValueError: an argument outside the contract, by name.
     """
-    check.given_scratch("mla_decode", scratch, q)
+    if scratch is not None:
+        check.given_scratch("mla_decode", scratch, q)
     return mla_decode_reference(
         q, window_kv, window_block_table, seq_lens, softmax_scale=softmax_scale, sink=sink,
         window=window, cmp_kv=cmp_kv, block_table=block_table, compress_ratio=compress_ratio,

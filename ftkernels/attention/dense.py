@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -11,8 +11,7 @@ from ftkernels.attention.pools import check_pool, read_rows
 from ftkernels.linear.linear import matmul_rows, wide
 
 
-@dataclass(frozen=True)
-class Pools:
+class Pools(NamedTuple):
     """What an attention op reads besides its queries; names as in its signature."""
 
     window_kv: torch.Tensor

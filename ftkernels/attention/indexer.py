@@ -42,7 +42,8 @@ def index_select(
     Raises:
         TypeError, ValueError: an argument outside the contract, by name.
     """
-    check.given_scratch("index_select", scratch, index_q)
+    if scratch is not None:
+        check.given_scratch("index_select", scratch, index_q)
     return index_select_reference(
         index_q, index_weights, index_k, block_table, cu_seqlens, seq_lens, topk=topk,
         compress_ratio=compress_ratio, index_format=index_format, scores=scores, out=out,

@@ -59,7 +59,8 @@ def mla_prefill(
     Raises:
         TypeError, ValueError: an argument outside the contract, by name.
     """
-    check.given_scratch("mla_prefill", scratch, q)
+    if scratch is not None:
+        check.given_scratch("mla_prefill", scratch, q)
     return mla_prefill_reference(
         q, window_kv, window_block_table, cu_seqlens, seq_lens, softmax_scale=softmax_scale,
         sink=sink, window=window, cmp_kv=cmp_kv, block_table=block_table,

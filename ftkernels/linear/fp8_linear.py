@@ -47,7 +47,8 @@ def fp8_linear(
     Raises:
         TypeError, ValueError: an argument outside the contract, by name.
     """
-    check.given_scratch("fp8_linear", scratch, x[0] if isinstance(x, tuple) and x else x)
+    if scratch is not None:
+        check.given_scratch("fp8_linear", scratch, x[0] if isinstance(x, tuple) and x else x)
     return fp8_linear_reference(
         x, weight, weight_scale, activation=activation, norm_weight=norm_weight, eps=eps,
         path=path, out_dtype=out_dtype, out=out,
@@ -110,10 +111,8 @@ def _check_x(
     norm_weight: torch.Tensor | None,
 ) -> torch.Tensor | None:  # fmt: skip
     """``x`` when it is dense, None when it is already quantized."""
-    check.require(
-        activation in ("fp8", "bf16"),
-        lambda: f"{op}: activation is {activation!r}, expected 'fp8' or 'bf16'",
-    )
+    if activation not in ("fp8", "bf16"):
+        raise ValueError(f"{op}: activation is {activation!r}, expected 'fp8' or 'bf16'")
     if isinstance(x, tuple):
         check.require(len(x) == 2, lambda: f"{op}: x is a tuple of {len(x)}, expected 2 tensors")
         check.tensor(op, "x", x[0], (torch.float8_e4m3fn,), (None, None), "[T, K]")
@@ -125,6 +124,8 @@ def _check_x(
         )
         return None
     check.tensor(op, "x", x, check.FLOATS, (None, None), "[T, K]")
+    if norm_weight is not None:
+        check.tensor(op, "norm_weight", norm_weight, check.FLOATS, (x.shape[1],), "[K]", x)
     return x
 
 

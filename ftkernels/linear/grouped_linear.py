@@ -39,7 +39,8 @@ def grouped_linear(
     Raises:
         TypeError, ValueError: an argument outside the contract, by name.
     """
-    check.given_scratch("grouped_linear", scratch, x)
+    if scratch is not None:
+        check.given_scratch("grouped_linear", scratch, x)
     return grouped_linear_reference(
         x, weight, weight_scale=weight_scale, path=path, out_dtype=out_dtype, out=out
     )

@@ -60,7 +60,8 @@ def moe_gemm_fp4(
     Raises:
         TypeError, ValueError: an argument outside the contract, by name.
     """
-    check.given_scratch("moe_gemm_fp4", scratch, x)
+    if scratch is not None:
+        check.given_scratch("moe_gemm_fp4", scratch, x)
     return moe_gemm_fp4_reference(
         x, weight, weight_scale, sorted_token_ids, expert_ids, num_tokens_post_padded, topk=topk,
         num_routes=num_routes, block_m=block_m, x_scale=x_scale, slot_of_expert=slot_of_expert,

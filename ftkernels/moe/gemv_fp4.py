@@ -55,7 +55,8 @@ def moe_gemv_fp4(
     Raises:
         TypeError, ValueError: an argument outside the contract, by name.
     """
-    check.given_scratch("moe_gemv_fp4", scratch, x)
+    if scratch is not None:
+        check.given_scratch("moe_gemv_fp4", scratch, x)
     return moe_gemv_fp4_reference(
         x, weight, weight_scale, topk_ids, x_scale=x_scale, slot_of_expert=slot_of_expert,
         swiglu_limit=swiglu_limit, route_weights=route_weights, activation=activation,

@@ -59,7 +59,8 @@ def moe_fp4(
     Raises:
         TypeError, ValueError: an argument outside the contract, by name.
     """
-    check.given_scratch("moe_fp4", scratch, x)
+    if scratch is not None:
+        check.given_scratch("moe_fp4", scratch, x)
     return moe_fp4_reference(
         x, w13, w13_scale, w2, w2_scale, topk_weights, topk_ids, swiglu_limit=swiglu_limit,
         slot_of_expert=slot_of_expert, shared=shared, activation=activation, packed=packed,
@@ -84,7 +85,8 @@ def moe_fp4_reference(
     dtype, channels = out_dtype or x.dtype, x.shape[1]
     slots = slots_of(topk_ids.flatten().tolist(), slot_of_expert)
     if path == "gemv" and routed_out is None and slots and min(slots) >= 0:
-        rows = widen_x(x, None, activation).repeat_interleave(topk, 0)
+        rows = widen_x(x, None, activation)
+        rows = rows.expand(topk, -1) if tokens == 1 else rows.repeat_interleave(topk, 0)
         hidden = route_products(rows, slots, w13, w13_scale, packed=packed)
         hidden = activated(hidden, swiglu_limit, topk_weights.flatten())
         rows = widen_x(hidden if x.dtype == torch.float32 else hidden.to(x.dtype), None, activation)

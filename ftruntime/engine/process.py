@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping
 
 from ftruntime import log
 from ftruntime.engine import messages
+from ftruntime.engine.collect import fewer_collections
 from ftruntime.engine.loop import EngineLoop
 from ftruntime.types import RequestRejectedError, TokenEvent
 
@@ -100,7 +101,8 @@ class EngineProcess:
             if loop is None:
                 return 1
             try:
-                self._serve(loop)
+                with fewer_collections():
+                    self._serve(loop)
             finally:
                 loop.close()
         except _FrontGoneError:
