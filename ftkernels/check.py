@@ -155,6 +155,8 @@ def _span(x: torch.Tensor) -> tuple[int, int]:
 
 def number(op: str, name: str, value: object, low: float | None = None) -> None:
     """Raise `TypeError` for what is no number, `ValueError` for one not finite or below `low`."""
+    if type(value) is float and math.isfinite(value) and (low is None or value >= low):
+        return
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{op}: {name} is {value!r}, expected a number")
     if not math.isfinite(value) or (low is not None and value < low):

@@ -169,9 +169,8 @@ def _checked(
 ) -> torch.Tensor:  # fmt: skip
     op = "apply_rope"
     check.dtype(op, "x", x, check.FLOATS)
-    check.require(
-        x.ndim in (2, 3), lambda: f"{op}: x is {tuple(x.shape)}, expected [T, H, D] or [T, D]"
-    )
+    if x.ndim not in (2, 3):
+        raise ValueError(f"{op}: x is {tuple(x.shape)}, expected [T, H, D] or [T, D]")
     check.last_contiguous(op, "x", x)
     check.dtype(op, "positions", positions, check.INTS)
     check.shape(op, "positions", positions, (x.shape[0],), "[T]")
