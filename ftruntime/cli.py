@@ -7,8 +7,10 @@ line. Every refusal is one sentence. Heavy imports wait until the command line i
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
+import os
 import platform
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -29,6 +31,7 @@ from ftruntime.options import flag_options, read_config
 from ftruntime.plan import DeviceFacts, NotEnoughMemoryError, Plan, resolve
 
 _FAILED, _USAGE, _INTERRUPTED = 1, 2, 130
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _SEED = FlagSpec(kind="int", help="Seed of all weights.", default=0, low=0)
 _PRESET = FlagSpec(
     kind="str", help="small (head 128) or tiny (head 64).", default="small",
@@ -59,9 +62,10 @@ class _Group(click.Group):
         **extra: object,
     ) -> object:
         try:
-            code = super().main(
-                args, prog_name or "ftruntime", complete_var, standalone_mode=False, **extra
-            )
+            with _writable_stdout():
+                code = super().main(
+                    args, prog_name or "ftruntime", complete_var, standalone_mode=False, **extra
+                )
         except click.exceptions.NoArgsIsHelpError as error:
             click.echo(error.ctx.get_help() if error.ctx else "", err=True)
             code = _USAGE
@@ -73,6 +77,21 @@ class _Group(click.Group):
         if not standalone_mode:
             return code
         sys.exit(code if isinstance(code, int) else 0)
+
+
+@contextlib.contextmanager
+def _writable_stdout() -> Iterator[None]:
+    """A full disk behind stdout is one sentence; a reader that left ends the command in silence."""
+    try:
+        yield
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except OSError as error:
+        if error.filename is not None or error.errno not in _FULL:
+            raise
+        # what is still buffered would fail once more at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        raise Failure(f"stdout cannot be written ({error.strerror})", _FAILED) from error
 
 
 @contextlib.contextmanager
@@ -118,10 +137,10 @@ def serve(model_dir: str | None, **params: str | bool | None) -> int:
         plan = resolve(config, shape, facts)
     _log_plan(config, facts, plan)
     with _refusals(_FAILED):
-        return _run(config)
+        return _run(config, shape)
 
 
-def _run(config: RuntimeConfig) -> int:
+def _run(config: RuntimeConfig, shape: ModelConfig) -> int:
     """Hand over to the HTTP front; returns when the server has shut down."""
     try:
         _front()
@@ -137,6 +156,10 @@ def _run(config: RuntimeConfig) -> int:
     listener = claim_port(config.host, config.port)
     directory = Path(str(config.model))
     tokenizer, chat = Tokenizer.from_dir(directory), ChatFormat.from_dir(directory)
+    tokenizer.check_model(
+        bos_token_id=shape.bos_token_id, eos_token_ids=shape.eos_token_ids,
+        vocab_size=shape.vocab_size,
+    )  # fmt: skip
     # the engine has no use for the key
     engine_config = replace(config, api_key=None).to_dict()
     client = Bridge(engine_config, stall_timeout_s=config.stall_timeout_s)

@@ -12,10 +12,12 @@ from types import FrameType, TracebackType
 
 from ftruntime.completion import Completion, RequestOutput, request_output
 from ftruntime.config import RuntimeConfig, check_servable
+from ftruntime.demo_cache import ensure_demo
 from ftruntime.engine.build import build_engine
 from ftruntime.engine.collect import fewer_collections
 from ftruntime.engine.loop import EngineLoop
 from ftruntime.engine.request import choice_params, make_request
+from ftruntime.model.config import ModelConfig
 from ftruntime.progress import StartProgress
 from ftruntime.tokenizer.tokenizer import Tokenizer
 from ftruntime.types import Request, RequestRejectedError, SamplingParams
@@ -32,16 +34,20 @@ class LLM:
 
     Raises:
         ValueError: a flag is unknown or its value refused, or the checkpoint is; one sentence.
+        FileNotFoundError: no such directory, or no ``config.json`` in it; one sentence.
     """
 
     def __init__(self, model: str | Path | None = None, **flags: object) -> None:
+        if "explicit" in flags:
+            raise ValueError("explicit is not a setting, expected a flag of serve")
         given = flags if model is None else {"model": str(model), **flags}
         config = RuntimeConfig.from_flags(**given)
         check_servable(config)
         with StartProgress() as progress:
+            directory = ensure_demo() if config.model is None else Path(config.model)
+            self._tokenizer = _tokenizer(directory)
             self._loop: EngineLoop | None = build_engine(config, progress)
         info = self._loop.info
-        self._tokenizer = Tokenizer.from_dir(Path(str(info.get("model_path", config.model))))
         self._max_model_len = _integer(info.get("max_model_len"), "max_model_len")
         self._vocab_size = _integer(info.get("vocab_size"), "vocab_size")
         self._ids = itertools.count()
@@ -128,7 +134,7 @@ class LLM:
             return make_request(
                 f"llm-{next(self._ids)}", token_ids, params,
                 max_model_len=self._max_model_len, vocab_size=self._vocab_size,
-                arrival_s=loop.clock.now(),
+                arrival_s=loop.clock.now(), eos_token_ids=loop.eos_token_ids,
             )  # fmt: skip
         except RequestRejectedError as error:
             text = f"prompts[{number}]: {error}"
@@ -232,6 +238,17 @@ class _InterruptBetweenSteps:
         if self._loop.executing:
             raise KeyboardInterrupt
         self._pending = True
+
+
+def _tokenizer(directory: Path) -> Tokenizer:
+    """The checkpoint's tokenizer, known to fit its model."""
+    shape = ModelConfig.from_dir(directory)
+    tokenizer = Tokenizer.from_dir(directory)
+    tokenizer.check_model(
+        bos_token_id=shape.bos_token_id, eos_token_ids=shape.eos_token_ids,
+        vocab_size=shape.vocab_size,
+    )  # fmt: skip
+    return tokenizer
 
 
 def _prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from ftruntime.types import Request, RequestRejectedError, SamplingParams
@@ -29,12 +29,13 @@ def make_request(
     max_model_len: int,
     vocab_size: int,
     arrival_s: float,
+    eos_token_ids: Collection[int] = (),
 ) -> Request:
     """A request with `max_tokens` resolved to the context limit and `seed` to a random one.
 
     Raises:
-        RequestRejectedError: an empty prompt, an id outside the vocabulary, or prompt and output
-            beyond `max_model_len`.
+        RequestRejectedError: an empty prompt, an id outside the vocabulary, prompt and output
+            beyond `max_model_len`, or no token left to draw before `min_tokens`.
         ValueError: `params.n` is not 1.
     """
     if params.n != 1:
@@ -50,6 +51,7 @@ def make_request(
         raise RequestRejectedError(
             f"prompt holds token id {bad}, expected ids in [0, {vocab_size})", code="invalid_value"
         )
+    _check_ids(params, vocab_size, eos_token_ids)
     room = max_model_len - num_prompt
     wanted = params.max_tokens
     least = max(1, params.min_tokens) if wanted is None else wanted
@@ -65,3 +67,24 @@ def make_request(
         seed=secrets.randbits(63) if params.seed is None else params.seed,
     )
     return Request(request_id, tuple(prompt_token_ids), resolved, arrival_s)
+
+
+def _check_ids(params: SamplingParams, vocab_size: int, eos_token_ids: Collection[int]) -> None:
+    for name, ids in (
+        ("stop_token_ids", params.stop_token_ids),
+        ("logit_bias", params.logit_bias),
+    ):
+        worst = max(ids, default=0)  # the parameters hold no negative one
+        if worst >= vocab_size:
+            raise RequestRejectedError(
+                f"{name} is {worst}, expected token ids in [0, {vocab_size})", code="invalid_value"
+            )
+    ends = () if params.ignore_eos else eos_token_ids
+    if params.min_tokens == 0 or len(params.stop_token_ids) + len(ends) < vocab_size:
+        return
+    if len({*params.stop_token_ids, *ends}) == vocab_size:
+        raise RequestRejectedError(
+            f"stop_token_ids is {vocab_size} ids with the end of sentence, the whole vocabulary, "
+            f"expected an id left to draw: min_tokens is {params.min_tokens}",
+            code="invalid_value",
+        )

@@ -75,6 +75,11 @@ class Scheduler:
         return self._prefill.num_waiting
 
     @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Ids that end every request which does not ignore them."""
+        return self._limits.eos_token_ids
+
+    @property
     def has_unfinished_prefill(self) -> bool:
         """Whether a prompt is partly prefilled, or the head of the queue could be admitted."""
         return self._prefill.can_run()

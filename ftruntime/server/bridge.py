@@ -183,6 +183,7 @@ class Bridge:
             max_model_len=_integer(self.info, "max_model_len"),
             vocab_size=_integer(self.info, "vocab_size"),
             arrival_s=0.0,  # the engine's clock says it
+            eos_token_ids=_integers(self.info, "eos_token_ids"),
         )  # fmt: skip
         stream = _Stream(request_id)
         self._streams[request_id] = stream
@@ -283,4 +284,11 @@ def _integer(info: Mapping[str, object], key: str) -> int:
     value = info.get(key)
     if not isinstance(value, int):
         raise TypeError(f"engine info {key} is {value!r}, expected an integer")
+    return value
+
+
+def _integers(info: Mapping[str, object], key: str) -> list[int]:
+    value = info.get(key)
+    if not isinstance(value, list) or not all(isinstance(item, int) for item in value):
+        raise TypeError(f"engine info {key} is {value!r}, expected a list of integers")
     return value

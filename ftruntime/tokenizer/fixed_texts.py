@@ -68,6 +68,8 @@ class FixedTexts:
             ValueError: the file is damaged or does not assign the three texts as string literals.
         """
         file = path / "encoding" / "encoding_dsv4.py"
+        if file.exists() and not file.is_file():
+            raise ValueError(f"{file}: not a regular file, expected one or none")
         if not file.is_file():
             _LOG.warning("no chat texts in the checkpoint, using neutral ones path=%s", file)
             return cls(_NEUTRAL_TOOLS, _NEUTRAL_RESPONSE_FORMAT, _NEUTRAL_EFFORT_MAX)
@@ -112,6 +114,8 @@ def _string_literals(file: Path) -> dict[str, str]:
         raise ValueError(f"{file}: cannot be read, {error.strerror}") from error
     except (SyntaxError, ValueError, RecursionError) as error:
         raise ValueError(f"{file}: not valid Python, {error}") from error
+    except MemoryError as error:  # what the parser says when its stack is full
+        raise ValueError(f"{file}: nested too deeply, expected plain assignments") from error
     found: dict[str, str] = {}
     for node in tree.body:
         if not isinstance(node, ast.Assign | ast.AnnAssign):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import codecs
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -76,6 +76,33 @@ class Tokenizer:
     def vocab_size(self) -> int:
         return len(self.table)
 
+    def check_model(
+        self, *, bos_token_id: int, eos_token_ids: Collection[int], vocab_size: int
+    ) -> None:
+        """Refuse to serve a model of other ids than these.
+
+        Args:
+            bos_token_id, eos_token_ids, vocab_size: of the checkpoint's config.json.
+
+        Raises:
+            ValueError: names the file and the id.
+        """
+        if self.bos_token_id != bos_token_id:
+            raise ValueError(
+                f"tokenizer.json: the bos_token has id {self.bos_token_id}, expected "
+                f"{bos_token_id}, the bos_token_id of config.json"
+            )
+        if self.eos_token_id not in eos_token_ids:
+            raise ValueError(
+                f"tokenizer.json: the eos_token has id {self.eos_token_id}, expected "
+                f"{' or '.join(map(str, eos_token_ids))}, the eos_token_id of config.json"
+            )
+        if self.vocab_size > vocab_size:
+            raise ValueError(
+                f"tokenizer.json: the highest token id is {self.vocab_size - 1}, expected ids "
+                f"below {vocab_size}, the vocab_size of config.json"
+            )
+
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`. No BOS is added; added tokens in the text are recognised.
 
@@ -116,6 +143,9 @@ class Tokenizer:
 
 
 def _read_json(file: Path) -> Mapping[str, object]:
+    # a pipe would wait for its writer
+    if file.exists() and not file.is_file():
+        raise ValueError(f"{file}: not a regular file, expected one in a checkpoint directory")
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:

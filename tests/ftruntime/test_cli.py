@@ -74,7 +74,12 @@ def started(monkeypatch) -> list[dict[str, object]]:
 
     monkeypatch.setattr(bridge, "Bridge", Bridge)
     monkeypatch.setattr(serve, "run_server", run_server)
-    monkeypatch.setattr(tokenizer.Tokenizer, "from_dir", lambda path: ("tokenizer", path))
+
+    class Fitting(tuple):
+        def check_model(self, **ids: object) -> None:
+            assert ids == {"bos_token_id": 0, "eos_token_ids": (1,), "vocab_size": 512}
+
+    monkeypatch.setattr(tokenizer.Tokenizer, "from_dir", lambda path: Fitting(("tokenizer", path)))
     monkeypatch.setattr(chat.ChatFormat, "from_dir", lambda path: ("chat", path))
     return starts
 
@@ -315,8 +320,25 @@ def test_python_dash_m(tmp_path):
     assert wrong.stderr == "--port is 0, expected an integer in [1, 65535] (nearest: 1)\n"
 
 
+@pytest.mark.parametrize("words", [("inspect", "flash"), ("inspect", "--help"), ("--version",)])
+def test_a_full_disk_behind_stdout_is_one_sentence(words):
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "ftruntime", *words], stdout=full, stderr=subprocess.PIPE,
+            text=True, check=False,
+        )  # fmt: skip
+    assert done.returncode == 1
+    lines = [line for line in done.stderr.splitlines() if " ftruntime." not in line]
+    assert lines == ["stdout cannot be written (No space left on device)"]
+
+
+def test_make_demo_below_a_file():
+    sentence = one_sentence(invoke("make-demo", "/etc/passwd/x"), 2)
+    assert sentence == "/etc/passwd is a file, expected a directory to write /etc/passwd/x"
+
+
 def test_an_interrupt_is_quiet(checkpoint, monkeypatch):
-    def interrupted(config: RuntimeConfig) -> int:
+    def interrupted(config: RuntimeConfig, shape: object) -> int:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(cli, "_run", interrupted)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,6 +24,7 @@ import ftruntime
 from ftruntime import SamplingParams
 from ftruntime import llm as llm_module
 from ftruntime.config import RuntimeConfig
+from ftruntime.demo.presets import demo_config
 from ftruntime.demo.vocabulary import build_tokenizer, tokenizer_config
 from ftruntime.engine.loop import EngineLoop, MonotonicClock
 from ftruntime.llm import LLM
@@ -45,6 +47,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model")
     build_tokenizer(512).save(str(path / "tokenizer.json"))
     (path / "tokenizer_config.json").write_text(json.dumps(tokenizer_config(8192)))
+    (path / "config.json").write_text(json.dumps(demo_config("tiny")))
     return path
 
 
@@ -79,6 +82,10 @@ def make(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
 def loop_of(llm: LLM) -> EngineLoop:
     assert llm._loop is not None
     return llm._loop
+
+
+def range_of(count: int, *, without: int) -> list[int]:
+    return [i for i in range(count) if i != without]
 
 
 def is_idle(llm: LLM) -> bool:
@@ -133,6 +140,14 @@ def test_every_form_of_prompts(make: Make, tokenizer: Tokenizer) -> None:
         ([[]], None, ValueError, r"prompts\[0\]: prompt is empty"),
         ([[1], [503]], None, ValueError, r"prompts\[1\]: prompt holds token id 503"),
         ([-1], None, ValueError, r"prompts\[0\]: prompt holds token id -1"),
+        ([1], SamplingParams(stop_token_ids=[503]), ValueError, r"\]: stop_token_ids is 503, exp"),
+        ([1], SamplingParams(logit_bias={503: 1}), ValueError, r"\]: logit_bias is 503, expected"),
+        (
+            [1],
+            SamplingParams(min_tokens=2, stop_token_ids=range_of(503, without=1)),
+            ValueError,
+            r"\]: stop_token_ids is 503 ids with the end of sentence",
+        ),
         ("a", "greedy", TypeError, "sampling_params is 'greedy', expected a SamplingParams"),
         (["a", "b"], [SamplingParams()], ValueError, "1 entries, expected one for each of 2"),
         ([[1] * 1000], SamplingParams(max_tokens=25), ValueError, "needs 1025 tokens .* 1024"),
@@ -142,7 +157,7 @@ def test_every_form_of_prompts(make: Make, tokenizer: Tokenizer) -> None:
 def test_bad_prompts_and_parameters_are_sentences(
     make: Make, prompts: object, params: object, kind: type[Exception], text: str
 ) -> None:
-    llm = make(num_tokens=1024)
+    llm = make(num_tokens=1024, eos=(1,))
     with pytest.raises(kind, match=text):
         llm.generate(prompts, params)  # type: ignore[arg-type]
     assert loop_of(llm).num_steps == 0
@@ -311,6 +326,12 @@ def test_shutdown_closes_the_engine(make: Make) -> None:
 def test_flags_are_checked_as_on_the_command_line() -> None:
     with pytest.raises(ValueError, match="is not a setting, expected a flag of serve"):
         LLM("nowhere", max_runing_requests=3)
+    with pytest.raises(ValueError, match="explicit is not a setting, expected a flag of serve"):
+        LLM("nowhere", explicit=["num_tokens"])
+    with pytest.raises(ValueError, match="only one of tp and tensor_parallel_size"):
+        LLM("nowhere", tp=1, tensor_parallel_size=1)
+    with pytest.raises(ValueError, match="only one of tensor_parallel_size and tp"):
+        LLM("nowhere", tensor_parallel_size=1, tp=1)
     with pytest.raises(ValueError, match="--decode-log-interval is 0"):
         LLM("nowhere", decode_log_interval=0)
     with pytest.raises(ValueError, match="--tensor-parallel-size is 2, expected 1"):
@@ -327,3 +348,19 @@ def test_the_package_is_cheap_to_import() -> None:
     assert ftruntime.LLM is LLM
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         ftruntime.nothing  # noqa: B018
+
+
+def test_a_missing_directory_is_a_sentence() -> None:
+    with pytest.raises(FileNotFoundError, match="nowhere is not a directory, expected a check"):
+        LLM("nowhere")
+
+
+def test_a_tokenizer_of_another_model_is_refused_before_the_load(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(llm_module, "build_engine", lambda *_: pytest.fail("loaded"))
+    shutil.copytree(model_dir, tmp_path / "other")
+    config = {**demo_config("tiny"), "bos_token_id": 5}
+    (tmp_path / "other" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="bos_token has id 0, expected 5, the bos_token_id of"):
+        LLM(tmp_path / "other")

@@ -61,3 +61,33 @@ def test_choices_differ_in_their_seed_alone() -> None:
     assert [c.prompt_logprobs for c in choices] == [2, None, None]
     assert {(c.n, c.top_k) for c in choices} == {(1, 4)}
     assert choice_params(SamplingParams(n=2), 1).seed is None
+
+
+@pytest.mark.parametrize(
+    ("params", "text"),
+    [
+        (SamplingParams(stop_token_ids=(3, 8)), r"stop_token_ids is 8, expected .* \[0, 8\)"),
+        (SamplingParams(logit_bias={7: 1.0, 99: 0.0}), r"logit_bias is 99, expected .* \[0, 8\)"),
+    ],
+)
+def test_ids_outside_the_vocabulary_are_refused(params: SamplingParams, text: str) -> None:
+    with pytest.raises(RequestRejectedError, match=text) as caught:
+        make(1, params)
+    assert caught.value.status == 400
+    assert make(1, SamplingParams(stop_token_ids=(7,), logit_bias={7: 1.0}))
+
+
+def test_an_id_must_be_left_to_draw_before_min_tokens() -> None:
+    def ask(num_stops: int, eos: tuple[int, ...], **fields: object) -> Request:
+        params = SamplingParams(stop_token_ids=tuple(range(num_stops)), **fields)  # type: ignore[arg-type]
+        return make_request(
+            "r", [7], params, max_model_len=100, vocab_size=8, arrival_s=0, eos_token_ids=eos
+        )
+
+    for num_stops, eos in ((8, ()), (7, (7,)), (8, (1,))):
+        with pytest.raises(RequestRejectedError, match=r"is 8 ids .* min_tokens is 2") as caught:
+            ask(num_stops, eos, min_tokens=2)
+        assert caught.value.status == 400
+    assert ask(8, (1,), min_tokens=0)
+    assert ask(7, (1,), min_tokens=2)
+    assert ask(7, (7,), min_tokens=2, ignore_eos=True)

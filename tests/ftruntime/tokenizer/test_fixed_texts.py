@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,7 @@ def test_without_the_folder_neutral_texts_and_one_warning(
         (WHOLE + 'REASONING_EFFORT_MAX = "a" * 3\n', "no REASONING_EFFORT_MAX"),
         (WHOLE + "def f():\n  " + EFFORT, "no REASONING_EFFORT_MAX"),
         (WHOLE + EFFORT + "(", "not valid Python"),
+        ("x = " + "-" * 100_000 + "1\n" + WHOLE + EFFORT, "nested too deeply"),
         (b"\xff\xfe", "not valid Python"),
         (WHOLE.replace("{schema}", "{other}") + EFFORT, "placeholder 'other', which has no value"),
         (WHOLE.replace("{schema}", "{schema!r}") + EFFORT, "placeholder 'schema'"),
@@ -77,3 +79,10 @@ def test_damaged_file_is_named(tmp_path: Path, content: str | bytes, sentence: s
     with pytest.raises(ValueError, match=sentence) as error:
         FixedTexts.from_dir(_write(tmp_path, content))
     assert "encoding_dsv4.py: " in str(error.value)
+
+
+def test_a_pipe_is_refused_instead_of_waited_for(tmp_path: Path) -> None:
+    (tmp_path / "encoding").mkdir()
+    os.mkfifo(tmp_path / "encoding" / "encoding_dsv4.py")
+    with pytest.raises(ValueError, match=r"encoding_dsv4\.py: not a regular file"):
+        FixedTexts.from_dir(tmp_path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -150,3 +151,24 @@ def test_think_tokens_stay_visible_whatever_their_flag(copy: Path) -> None:
     text = "<think>x</think><｜DSML｜tool_calls>"
     assert tokenizer.decode(tokenizer.encode(text)) == text
     assert tokenizer.decode(tokenizer.encode("<｜User｜>x")) == "x"
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_a_pipe_is_refused_instead_of_waited_for(copy: Path, name: str) -> None:
+    (copy / name).unlink()
+    os.mkfifo(copy / name)
+    with pytest.raises(ValueError, match=f"{name}: not a regular file"):
+        Tokenizer.from_dir(copy)
+
+
+def test_ids_are_held_against_the_model(tokenizer: Tokenizer) -> None:
+    fitting = {"bos_token_id": 0, "eos_token_ids": (7, 1), "vocab_size": tokenizer.vocab_size}
+    tokenizer.check_model(**fitting)  # type: ignore[arg-type]
+    highest = tokenizer.vocab_size - 1
+    for change, text in (
+        ({"bos_token_id": 2}, "bos_token has id 0, expected 2, the bos_token_id of config.json"),
+        ({"eos_token_ids": (7, 8)}, "eos_token has id 1, expected 7 or 8, the eos_token_id of"),
+        ({"vocab_size": highest}, f"highest token id is {highest}, expected ids below {highest}"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            tokenizer.check_model(**{**fitting, **change})  # type: ignore[arg-type]
