@@ -40,6 +40,7 @@ _STOP_ENGINE_S = 10.0
 _STOP_LOADING_S = 0.5
 _PROGRESS_S = 0.2
 _MAX_SEQUENCES = 1024
+_READ = ["GET", "HEAD"]
 
 _logger = logging.getLogger(__name__)
 
@@ -137,7 +138,7 @@ def _answer_error(request: Request, error: Exception) -> Response:
         _logger.error("request failed request_id=%s", request_id_of(request), exc_info=error)
         error = ApiError("internal error, see the server's log", status=500, code="internal")
     _logger.info(
-        "request refused request_id=%s path=%s status=%d message=%r",
+        "request refused request_id=%s path=%r status=%d message=%r",
         request_id_of(request), request.url.path, error.status, error.message,
     )  # fmt: skip
     headers = error.headers() | {"X-Request-Id": request_id_of(request)}
@@ -167,7 +168,7 @@ def _router(front: Front) -> APIRouter:
 def _health_routes(front: Front) -> APIRouter:
     router = APIRouter()
 
-    @router.get("/health")
+    @router.api_route("/health", methods=_READ)
     async def health() -> Response:
         state = front.client.health()
         phase = "draining" if front.draining else state.phase
@@ -196,12 +197,12 @@ def _model_routes(front: Front) -> APIRouter:
             "max_model_len": limits.max_model_len,
         }
 
-    @router.get("/v1/models")
+    @router.api_route("/v1/models", methods=_READ)
     async def models() -> Response:
         limits = front.require_ready()
         return JSONResponse({"object": "list", "data": [card(limits)]})
 
-    @router.get("/v1/models/{name:path}")
+    @router.api_route("/v1/models/{name:path}", methods=_READ)
     async def model(name: str) -> Response:
         limits = front.require_ready()
         front.check_model(name)
@@ -241,6 +242,8 @@ def _generation_routes(front: Front) -> APIRouter:
             prompts = await asyncio.to_thread(
                 text_prompts, body.prompt, front.tokenizer, limits.vocab_size
             )
+            if len(prompts) > _MAX_SEQUENCES:
+                raise bad_field("prompt", body.prompt, f"at most {_MAX_SEQUENCES} prompts")
             params = [build_params(body, len(prompt), limits) for prompt in prompts]
             num_choices = sum(item.n for item in params)
             if num_choices > _MAX_SEQUENCES:

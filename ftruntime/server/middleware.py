@@ -49,12 +49,16 @@ def request_id_of(request: Request) -> str:
 async def read_body(request: Request, max_bytes: int) -> bytes:
     """The body, whatever its Content-Type.
 
-    The rest of an oversize body is read and thrown away, so that the client gets to the answer.
+    A body that says it is oversize is refused unread. The rest of one that does not say so is read
+    and thrown away, so that the client gets to the answer.
 
     Raises:
         ApiError: 413; longer than ``max_bytes``.
         ClientDisconnect: the client left.
     """
+    declared = request.headers.get("content-length", "")
+    if declared.isascii() and declared.isdigit() and int(declared[:20]) > max_bytes:
+        raise _too_large(max_bytes)
     chunks: list[bytes] = []
     size = 0
     async for chunk in request.stream():
@@ -66,11 +70,15 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
         if size > max_bytes * _DISCARD_FACTOR:
             break
     if size > max_bytes:
-        raise ApiError(
-            f"body is over {max_bytes / (1 << 20):.4g} MB, expected at most that (--max-body-mb)",
-            status=413, code="body_too_large",
-        )  # fmt: skip
+        raise _too_large(max_bytes)
     return b"".join(chunks)
+
+
+def _too_large(max_bytes: int) -> ApiError:
+    return ApiError(
+        f"body is over {max_bytes / (1 << 20):.4g} MB, expected at most that (--max-body-mb)",
+        status=413, code="body_too_large",
+    )  # fmt: skip
 
 
 __all__ = ["ClientDisconnect", "RequestIdMiddleware", "read_body", "request_id_of"]

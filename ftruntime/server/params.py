@@ -14,6 +14,7 @@ T = TypeVar("T")
 
 
 _COMPLETION_TOKENS = 16
+_MAX_ID_DIGITS = 18
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,7 @@ def _biases(given: Mapping[str, float]) -> dict[int, float]:
     """JSON keys are strings; the ids they stand for are plain decimal numbers."""
     biases = {}
     for key, bias in given.items():
-        if not (key.isascii() and key.isdigit()):
+        if not (key.isascii() and key.isdigit() and len(key) <= _MAX_ID_DIGITS):
             raise bad_field(
                 f"logit_bias[{key[:40]!r}]", bias, "a bias under a token id such as '42'"
             )

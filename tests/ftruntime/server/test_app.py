@@ -8,7 +8,8 @@ from /health while loading, no room left for output.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import logging
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import httpx
@@ -411,6 +412,51 @@ def test_body_limit(make_site: MakeSite) -> None:
     assert response.status_code == 413
     assert "--max-body-mb" in error(response)["message"]
     assert site.post(CHAT, chat_body(user="x" * 500)).status_code == 200
+
+
+def test_a_declared_length_over_the_limit_is_refused_unread(make_site: MakeSite) -> None:
+    site = make_site(max_body_bytes=1000)
+    read: list[int] = []
+
+    async def content() -> AsyncIterator[bytes]:
+        read.append(1)
+        yield b"x" * 1001
+
+    def post(headers: dict[str, str]) -> httpx.Response:
+        return site.run(lambda client: client.post(CHAT, content=content(), headers=headers))
+
+    for length in ("1001", "9" * 4000):
+        assert post({"Content-Length": length}).status_code == 413
+        assert read == []
+    assert post({}).status_code == 413  # in chunks
+    assert read == [1]
+
+
+def test_too_many_prompts_are_said_of_the_prompt(site: Site) -> None:
+    response = site.post(TEXT, text_body(prompt=[[7]] * 1025))
+    assert response.status_code == 400
+    assert error(response)["param"] == "prompt"
+    assert "at most 1024 prompts" in error(response)["message"]
+    response = site.post(TEXT, text_body(prompt=[[7]] * 1024, n=2))
+    assert error(response)["param"] == "n"
+
+
+def test_a_path_cannot_write_log_lines(site: Site, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="ftruntime"):
+        site.get("/%0afake%20line%1b[31m")
+        site.get("/v1/models/%0afake%1b")
+    lines = [record.getMessage() for record in caplog.records]
+    refused = [line for line in lines if line.startswith("request refused")]
+    assert len(refused) == 2
+    assert all(line.isprintable() for line in refused)
+    assert "fake line\\x1b[31m' status=404" in refused[0]
+
+
+@pytest.mark.parametrize("path", ["/health", "/v1/models", f"/v1/models/{MODEL}"])
+def test_head_answers_as_get_without_a_body(site: Site, path: str) -> None:
+    head, got = site.run(lambda client: client.head(path)), site.get(path)
+    assert (head.status_code, head.content) == (200, b"")
+    assert head.headers["content-length"] == got.headers["content-length"]
 
 
 def test_request_ids(site: Site) -> None:
