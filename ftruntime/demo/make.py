@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -69,6 +70,9 @@ def make_demo(
 
 def _check_target(directory: Path, force: bool) -> None:
     if not directory.exists():
+        above = next(parent for parent in directory.parents if parent.exists())
+        if not above.is_dir():
+            raise FileExistsError(f"{above} is a file, expected a directory to write {directory}")
         return
     if not directory.is_dir():
         raise FileExistsError(f"{directory} is a file, expected a directory to write to")
@@ -101,9 +105,11 @@ def _write(
     weights = DemoWeights(model, seed, frozenset(readable_ids(tokenizer)))
     shards = list(_shards(weights.tensors()))
     weight_map: dict[str, str] = {}
+    mode = stat.S_IMODE((directory / "config.json").stat().st_mode)  # what the umask leaves
     for number, tensors in enumerate(shards, start=1):
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         save_file(tensors, directory / file, metadata={"format": "pt"})
+        (directory / file).chmod(mode)  # the library keeps it to its owner
         weight_map.update(dict.fromkeys(tensors, file))
         if progress is not None:
             progress(file, number / len(shards))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import time
 
 import pytest
@@ -38,6 +39,22 @@ def tokenizer(demo):
 def _digests(directory):
     files = sorted(directory.iterdir())
     return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+
+
+def test_files_have_the_mode_that_the_umask_leaves(tmp_path):
+    before = os.umask(0o027)
+    try:
+        make_demo(tmp_path / "demo", preset="tiny")
+    finally:
+        os.umask(before)
+    modes = {file.stat().st_mode & 0o777 for file in (tmp_path / "demo").iterdir()}
+    assert modes == {0o640}
+
+
+def test_a_file_among_the_parents_is_named(tmp_path):
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(FileExistsError, match=f"{tmp_path}/file is a file, expected a directory"):
+        make_demo(tmp_path / "file" / "a" / "b")
 
 
 def test_files_and_index(demo):
