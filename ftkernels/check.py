@@ -116,6 +116,10 @@ def output(
     if out is None:
         return torch.empty(size, dtype=wanted, device=like.device)
     tensor(op, name, out, (wanted,), size, "the result's shape", like)
+    require(
+        out.is_contiguous() or all(s or n < 2 for n, s in zip(out.shape, out.stride())),  # noqa: B905
+        lambda: f"{op}: {name} has strides {out.stride()}, expected rows that do not overlap",
+    )
     if out.is_meta:
         return out
     begin, end = _span(out)
@@ -160,8 +164,34 @@ def number(op: str, name: str, value: object, low: float | None = None) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{op}: {name} is {value!r}, expected a number")
     if not math.isfinite(value) or (low is not None and value < low):
-        bound = "" if low is None else f" >= {low:g}"
-        raise ValueError(f"{op}: {name} is {value}, expected a finite number{bound}")
+        bound = "a finite number" if low is None else f">= {low:g}"
+        raise ValueError(f"{op}: {name} is {value}, expected {bound}")
+
+
+def out_dtype(op: str, value: object) -> None:
+    """Refuse a result's element type that is none of the float types."""
+    if value not in FLOATS:
+        raise TypeError(f"{op}: out_dtype is {value!r}, expected bfloat16, float16, float32")
+
+
+def parts(op: str, out: object, count: int) -> tuple[torch.Tensor | None, ...]:
+    """The tensors of a tuple ``out``, or as many times None."""
+    if out is None:
+        return (None,) * count
+    if not isinstance(out, tuple | list) or len(out) != count:
+        given = f"a tuple of {len(out)}" if isinstance(out, tuple | list) else type(out).__name__
+        raise ValueError(f"{op}: out is {given}, expected {count} tensors")
+    return tuple(out)
+
+
+def disjoint(op: str, *outs: tuple[str, torch.Tensor]) -> None:
+    """Refuse several outputs that share memory."""
+    for i, (name, out) in enumerate(outs):
+        for other, earlier in outs[:i]:
+            require(
+                not overlaps(out, earlier),
+                f"{op}: {name} is overlapping {other} in memory, expected memory of its own",
+            )
 
 
 def rope(

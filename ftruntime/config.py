@@ -102,7 +102,7 @@ class RuntimeConfig:
         8192, "Upper bound on the new tokens of one prefill step, at least 128.", low=PAGE_TOKENS
     )
     max_model_len: int | None = integer(
-        None, "Longest prompt + output served, in tokens.", low=1,
+        None, "Longest prompt + output served, in tokens.", low=2,
         shown_default="the smaller of checkpoint and KV capacity",
     )  # fmt: skip
     cache_type: str = choice("radix", "Prefix cache: radix or naive (off).", ("radix", "naive"))
@@ -207,6 +207,7 @@ class RuntimeConfig:
             for alias in spec.aliases
         }
         values: dict[str, object] = {}
+        spelled: dict[str, str] = {}
         for given, value in flags.items():
             name = aliases.get(given, given)
             if name not in specs:
@@ -214,8 +215,9 @@ class RuntimeConfig:
                 hint = f" (nearest: {near[0]})" if near else ""
                 raise ValueError(f"{given} is not a setting, expected a flag of serve{hint}")
             if name in values:
-                raise ValueError(f"{given} is {value!r}, expected only one of {given} and {name}")
-            values[name] = value
+                expected = f"only one of {spelled[name]} and {given}"
+                raise ValueError(f"{given} is {value!r}, expected {expected}")
+            values[name], spelled[name] = value, given
         return _build(values, frozenset(name for name in values if values[name] is not None))
 
     def to_dict(self) -> dict[str, object]:

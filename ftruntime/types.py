@@ -16,6 +16,7 @@ PAGE_TOKENS = 128
 """Tokens of a page: the window, and a multiple of both compress ratios."""
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+_INT32_MAX = 2**31 - 1
 StepKind = Literal["prefill", "decode"]
 
 
@@ -66,6 +67,14 @@ class SamplingParams:
     n: int = 1
 
     def __post_init__(self) -> None:
+        for name in ("stop", "stop_token_ids"):
+            value = getattr(self, name)
+            listed = value is None or isinstance(value, list | tuple)
+            _require(listed or (name == "stop" and isinstance(value, str)), name, value, "a list")
+        _require(
+            self.logit_bias is None or isinstance(self.logit_bias, Mapping),
+            "logit_bias", self.logit_bias, "a mapping of token ids to biases",
+        )  # fmt: skip
         stop = self.stop if self.stop is not None else ()
         object.__setattr__(self, "stop", (stop,) if isinstance(stop, str) else tuple(stop))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
@@ -81,10 +90,15 @@ class SamplingParams:
         _require(
             _finite(self.top_p) and 0 < self.top_p <= 1, "top_p", self.top_p, "a number in (0, 1]"
         )
-        _require(_integer(self.top_k, -1), "top_k", self.top_k, "an integer >= -1 (0 and -1: off)")
         _require(
-            _finite(self.repetition_penalty) and 0 < self.repetition_penalty <= 100,
-            "repetition_penalty", self.repetition_penalty, "a number in (0, 100]",
+            _integer(self.top_k, -1, _INT32_MAX),
+            "top_k",
+            self.top_k,
+            "an integer in [-1, 2147483647] (0 and -1: off)",
+        )
+        _require(
+            _finite(self.repetition_penalty) and 0.01 <= self.repetition_penalty <= 100,
+            "repetition_penalty", self.repetition_penalty, "a number in [0.01, 100]",
         )  # fmt: skip
         _require(
             self.seed is None or _integer(self.seed, -(2**63), 2**63 - 1),

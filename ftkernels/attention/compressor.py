@@ -92,7 +92,7 @@ def compress_kv_reference(
     """The definition in plain torch, one sequence after another."""
     _check(
         kv, gate, ape, norm_weight, state, state_index, pool, block_table, cu_seqlens, seq_lens,
-        compress_ratio, cos, store, kv_format,
+        compress_ratio, cos, store, kv_format, sin, eps,
     )  # fmt: skip
     bounds, lens, owners = cu_seqlens.tolist(), seq_lens.tolist(), state_index.tolist()
     pooled = _pool_csa if compress_ratio == CSA_RATIO else _pool_hca
@@ -215,9 +215,10 @@ def _check(
     kv: torch.Tensor, gate: torch.Tensor, ape: torch.Tensor, norm_weight: torch.Tensor,
     state: torch.Tensor, state_index: torch.Tensor, pool: torch.Tensor, block_table: torch.Tensor,
     cu_seqlens: torch.Tensor, seq_lens: torch.Tensor, ratio: int, cos: torch.Tensor, store: str,
-    kv_format: str,
+    kv_format: str, sin: torch.Tensor, eps: float,
 ) -> None:  # fmt: skip
     op, fp32, int32 = "compress_kv", (torch.float32,), (torch.int32,)
+    check.number(op, "eps", eps, 0)
     check.require(
         ratio in (CSA_RATIO, HCA_RATIO),
         lambda: f"{op}: compress_ratio is {ratio}, expected 4 or 128",
@@ -230,6 +231,11 @@ def _check(
     check.tensor(op, "ape", ape, fp32, (ratio, kv.shape[1]), "[ratio, m*c]", kv)
     width = kv.shape[1] // (2 if ratio == CSA_RATIO else 1)
     check.tensor(op, "norm_weight", norm_weight, check.FLOATS, (width,), "[c]", kv)
+    check.require(
+        isinstance(cos, torch.Tensor) and isinstance(sin, torch.Tensor),
+        f"{op}: cos and sin are not both tensors, expected rope tables",
+    )
+    check.rope(op, cos, sin, width, kv)
     shape = (None, *compressor_state_shape(ratio, width))
     check.tensor(op, "state", state, fp32, shape, "[num_states, *compressor_state_shape]", kv)
     check.tensor(op, "state_index", state_index, int32, (None,), "[S]", kv)

@@ -99,7 +99,11 @@ def mla_decode_reference(
 
     if count == 1 and lengths[0] and out is None and not return_lse:
         return attend(0)[0].to(q.dtype)
-    result, lse = outputs(op, out, tuple(q.shape), q, q.dtype, return_lse)  # type: ignore[arg-type]
+    size = (q.shape[0], q.shape[1], q.shape[2])
+    inputs = (
+        window_kv, window_block_table, seq_lens, sink, cmp_kv, block_table, index_topk, cos, sin
+    )  # fmt: skip
+    result, lse = outputs(op, out, size, q, q.dtype, return_lse, inputs)
     for s, length in enumerate(lengths):
         if length == 0:
             result[s] = 0.0

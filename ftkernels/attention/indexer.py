@@ -68,7 +68,7 @@ def index_select_reference(
     count = seq_lens.shape[0]
     check.tensor(op, "cu_seqlens", cu_seqlens, ints, (count + 1,), "[S+1]", index_q)
     check.tensor(op, "block_table", block_table, ints, (count, None), "[S, max_pages]", index_q)
-    check.require(topk >= 1, lambda: f"{op}: topk is {topk}, expected >= 1")
+    check.number(op, "topk", topk, 1)
     check.require(
         compress_ratio >= 1, lambda: f"{op}: compress_ratio is {compress_ratio}, expected >= 1"
     )
@@ -76,7 +76,9 @@ def index_select_reference(
         scores in ("fp8", "exact"),
         lambda: f"{op}: scores is {scores!r}, expected 'fp8' or 'exact'",
     )
-    out = check.output(op, out, (num_tokens, topk), like=index_q, dtype=torch.int32)
+    inputs = (index_weights, index_k, block_table, cu_seqlens, seq_lens)
+    size = (num_tokens, topk)
+    out = check.output(op, out, size, like=index_q, dtype=torch.int32, inputs=inputs)
     out.fill_(-1)
     for s, begin, end, pos0 in sequences(cu_seqlens, seq_lens):
         _select_sequence(

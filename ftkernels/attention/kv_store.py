@@ -129,10 +129,13 @@ def load_kv_reference(
     """The definition in plain torch."""
     op = "load_kv"
     check.dtype(op, "pool", pool, (*check.FLOATS, torch.uint8))
+    check.require(pool.ndim == 3, lambda: f"{op}: pool is {tuple(pool.shape)}, expected 3 sizes")
     head_dim = pool.shape[-1] if kv_format == "bf16" else 512
     check_pool(op, "pool", pool, kv_format, head_dim, rope_dim, pool)
     check.tensor(op, "slots", slots, check.INTS, (None,), "[N]", pool)
-    out = check.output(op, out, (slots.shape[0], head_dim), like=pool, dtype=dtype)
+    check.out_dtype(op, dtype)
+    size = (slots.shape[0], head_dim)
+    out = check.output(op, out, size, like=pool, dtype=dtype, inputs=(slots,))
     numbers, rows = slots.long(), pool.shape[1]
     live = numbers >= 0
     out.zero_()

@@ -49,7 +49,8 @@ def merge_splits_reference(
     size = (partial.shape[1], partial.shape[2], partial.shape[3])
     if sink is not None:
         check.tensor(op, "sink", sink, fp32, (size[1],), "[H]", partial)
-    result, total = outputs(op, out, size, partial, out_dtype, return_lse)
+    check.out_dtype(op, out_dtype)
+    result, total = outputs(op, out, size, partial, out_dtype, return_lse, (lse, sink))
     if not result.numel():
         return (result, total) if return_lse and total is not None else result
     largest = lse.amax(dim=0) if lse.shape[0] else lse.new_full(size[:2], float("-inf"))
@@ -72,6 +73,7 @@ def merge_splits_reference(
 def outputs(
     op: str, out: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None,
     size: tuple[int, int, int], like: torch.Tensor, dtype: torch.dtype, return_lse: bool,
+    inputs: tuple[torch.Tensor | None, ...] = (),
 ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """``(out, lse)`` after checking them, or new ones; ``lse`` is None unless asked for."""
     if not return_lse:
@@ -79,16 +81,18 @@ def outputs(
             not isinstance(out, tuple), f"{op}: out is a tuple, expected one tensor without lse"
         )
         assert not isinstance(out, tuple)
-        return check.output(op, out, size, like=like, dtype=dtype), None
+        return check.output(op, out, size, like=like, dtype=dtype, inputs=inputs), None
     check.require(
         out is None or (isinstance(out, tuple) and len(out) == 2),
         f"{op}: out is not a pair, expected (out, lse) with return_lse",
     )
     first, second = out if isinstance(out, tuple) else (None, None)
-    return (
-        check.output(op, first, size, like=like, dtype=dtype),
-        check.output(op, second, size[:2], like=like, dtype=torch.float32, name="lse"),
+    result = check.output(op, first, size, like=like, dtype=dtype, inputs=inputs)
+    lse = check.output(
+        op, second, size[:2], like=like, dtype=torch.float32, name="lse", inputs=inputs
     )
+    check.disjoint(op, ("out", result), ("lse", lse))
+    return result, lse
 
 
 def _inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:

@@ -51,6 +51,9 @@ def empty_pool(
     Raises:
         ValueError: an unknown format, or sizes the packed format does not have.
     """
+    for name, value in (("pages", pages), ("rows", rows)):
+        if not isinstance(value, int) or value < 0:
+            raise ValueError(f"empty_pool: {name} is {value!r}, expected an integer >= 0")
     check.require(
         kv_format in ("bf16", "fp8", "fp4"),
         lambda: f"empty_pool: kv_format is {kv_format!r}, expected 'bf16', 'fp8' or 'fp4'",
@@ -77,6 +80,7 @@ def check_pool(
         kv_format in ("bf16", "fp8"),
         lambda: f"{op}: kv_format is {kv_format!r}, expected 'bf16' or 'fp8'",
     )
+    _check_rows(op, name, pool)
     if kv_format == "bf16":
         check.tensor(op, name, pool, _DENSE, (None, None, head_dim), "[pages, rows, D]", like)
         return
@@ -98,6 +102,7 @@ def check_index_pool(
         index_format in ("bf16", "fp4"),
         lambda: f"{op}: index_format is {index_format!r}, expected 'bf16' or 'fp4'",
     )
+    _check_rows(op, name, pool)
     if index_format == "bf16":
         check.tensor(op, name, pool, _DENSE, (None, None, head_dim), "[pages, rows, Di]", like)
         return
@@ -106,6 +111,11 @@ def check_index_pool(
         lambda: f"{op}: index_format is 'fp4' with Di {head_dim}, expected {INDEX_HEAD_DIM}",
     )
     _check_packed(op, name, pool, INDEX_ROW_BYTES, like)
+
+
+def _check_rows(op: str, name: str, pool: torch.Tensor) -> None:
+    if isinstance(pool, torch.Tensor) and pool.ndim == 3 and pool.shape[1] == 0:
+        raise ValueError(f"{op}: {name} is {tuple(pool.shape)}, expected pages of at least one row")
 
 
 def _check_packed(

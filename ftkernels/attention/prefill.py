@@ -89,10 +89,15 @@ def mla_prefill_reference(
     )
     pools.check(op, q, count, 64 if cos is None else 2 * cos.shape[1])
     if index_topk is not None:
-        size = (q.shape[0], None)
-        check.tensor(op, "index_topk", index_topk, (torch.int32,), size, "[T, topk]", q)
+        picks_size = (q.shape[0], None)
+        check.tensor(op, "index_topk", index_topk, (torch.int32,), picks_size, "[T, topk]", q)
         check.require(cmp_kv is not None, f"{op}: index_topk is given without cmp_kv")
-    result, lse = outputs(op, out, tuple(q.shape), q, q.dtype, return_lse)  # type: ignore[arg-type]
+    size = (q.shape[0], q.shape[1], q.shape[2])
+    inputs = (
+        window_kv, window_block_table, cu_seqlens, seq_lens, sink, cmp_kv, block_table,
+        index_topk, cos, sin,
+    )  # fmt: skip
+    result, lse = outputs(op, out, size, q, q.dtype, return_lse, inputs)
     result.zero_()
     if lse is not None:
         lse.fill_(float("-inf"))

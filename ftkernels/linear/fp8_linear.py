@@ -65,11 +65,13 @@ def fp8_linear_reference(
     """The definition in plain torch."""
     op = "fp8_linear"
     check_path(op, path)
-    dense = _check_x(op, x, activation, norm_weight)
+    dense = _check_x(op, x, activation, norm_weight, eps)
     rows = dense if dense is not None else x[0]
     check_weight(op, weight, weight_scale, rows.shape[1], rows)
+    check.out_dtype(op, out_dtype)
     if out is not None:
-        check.output(op, out, (rows.shape[0], weight.shape[0]), like=rows, dtype=out_dtype)
+        size, inputs = (rows.shape[0], weight.shape[0]), (weight, weight_scale, norm_weight)
+        check.output(op, out, size, like=rows, dtype=out_dtype, inputs=inputs)
     if dense is None:
         operand = dequantize_fp8(x[0], x[1], group=BLOCK, dtype=torch.float32)
     else:
@@ -108,7 +110,7 @@ def widen_weight(weight: torch.Tensor, scale: torch.Tensor | None) -> torch.Tens
 
 def _check_x(
     op: str, x: torch.Tensor | tuple[torch.Tensor, torch.Tensor], activation: str,
-    norm_weight: torch.Tensor | None,
+    norm_weight: torch.Tensor | None, eps: float,
 ) -> torch.Tensor | None:  # fmt: skip
     """``x`` when it is dense, None when it is already quantized."""
     if activation not in ("fp8", "bf16"):
@@ -125,6 +127,7 @@ def _check_x(
         return None
     check.tensor(op, "x", x, check.FLOATS, (None, None), "[T, K]")
     if norm_weight is not None:
+        check.number(op, "eps", eps, 0)
         check.tensor(op, "norm_weight", norm_weight, check.FLOATS, (x.shape[1],), "[K]", x)
     return x
 

@@ -56,14 +56,16 @@ def grouped_linear_reference(
     check_path(op, path)
     check.tensor(op, "x", x, check.FLOATS, (None, None, None), "[T, G, K]")
     groups, k = x.shape[1:]
+    given = weight
     if weight_scale is None:
         if isinstance(weight, torch.Tensor) and weight.dtype == torch.float8_e4m3fn:
             raise ValueError(f"{op}: weight_scale is None, expected the scales of an e4m3 weight")
         check.matrix(op, "weight", weight, _DENSE, (groups, None, k), "[G, R, K]", x)
     else:
-        fp8, size = (torch.float8_e4m3fn,), (groups, None, k)
-        check.tensor(op, "weight", weight, fp8, size, "[G, R, K]", x)
-    rank, dtype = weight.shape[1], out_dtype or x.dtype
+        fp8, form = (torch.float8_e4m3fn,), (groups, None, k)
+        check.tensor(op, "weight", weight, fp8, form, "[G, R, K]", x)
+    rank, dtype = weight.shape[1], x.dtype if out_dtype is None else out_dtype
+    check.out_dtype(op, dtype)
     if weight_scale is not None:
         blocks = (-(-groups * rank // BLOCK), -(-k // BLOCK))
         text = "[ceil(G*R/128), ceil(K/128)]"
@@ -71,7 +73,8 @@ def grouped_linear_reference(
         weight = widen_weight(weight.reshape(groups * rank, k), weight_scale)
         weight = weight.view(groups, rank, k)
     if out is not None:
-        check.output(op, out, (x.shape[0], groups, rank), like=x, dtype=dtype)
+        size, inputs = (x.shape[0], groups, rank), (given, weight_scale)
+        check.output(op, out, size, like=x, dtype=dtype, inputs=inputs)
     result = batched_matmul_rows(wide(x).transpose(0, 1), wide(weight), path).transpose(0, 1)
     return result.to(dtype) if out is None else out.copy_(result)
 

@@ -42,7 +42,8 @@ def linear(
     check.tensor(op, "x", x, check.FLOATS, (None, None), "[T, K]")
     check.matrix(op, "weight", weight, _WEIGHTS, (None, x.shape[1]), "[N, K]", x)
     size = (x.shape[0], weight.shape[0])
-    dtype = out_dtype or x.dtype
+    dtype = x.dtype if out_dtype is None else out_dtype
+    check.out_dtype(op, dtype)
     if out is not None:
         out = check.output(op, out, size, like=x, dtype=dtype, inputs=(weight,))
     check_path(op, path)

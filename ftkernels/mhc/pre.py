@@ -109,15 +109,17 @@ def _outputs(
     streams: torch.Tensor, inputs: tuple[torch.Tensor | None, ...], out: Mixes | None
 ) -> Mixes:
     num_tokens, hc, width = streams.shape
-    x, post, comb = (None, None, None) if out is None else out
     op, fp32 = "hc_pre", torch.float32
-    return (
-        check.output(op, x, (num_tokens, width), like=streams, name="x", inputs=inputs),
-        check.output(op, post, (num_tokens, hc), like=streams, dtype=fp32, name="post",
-                     inputs=inputs),
-        check.output(op, comb, (num_tokens, hc, hc), like=streams, dtype=fp32, name="comb",
-                     inputs=inputs),
+    given = check.parts(op, out, 3)
+    x = check.output(op, given[0], (num_tokens, width), like=streams, name="x", inputs=inputs)
+    post = check.output(
+        op, given[1], (num_tokens, hc), like=streams, dtype=fp32, name="post", inputs=(*inputs, x)
+    )
+    comb = check.output(
+        op, given[2], (num_tokens, hc, hc), like=streams, dtype=fp32, name="comb",
+        inputs=(*inputs, x, post),
     )  # fmt: skip
+    return x, post, comb
 
 
 def hc_pre_reference(

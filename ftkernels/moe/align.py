@@ -74,11 +74,10 @@ def _checked(
     rows = triton.cdiv(topk_ids.numel() + num_experts * (block_m - 1), block_m) * block_m
     names = ("sorted_token_ids", "expert_ids", "num_tokens_post_padded")
     sizes = ((rows,), (rows // block_m,), (1,))
-    given = (None, None, None) if out is None else out
-    results = [
-        check.output(op, one, size, like=topk_ids, name=name)
-        for one, size, name in zip(given, sizes, names, strict=True)
-    ]
+    given = check.parts(op, out, 3)
+    results: list[torch.Tensor] = []
+    for one, size, name in zip(given, sizes, names, strict=True):
+        results.append(check.output(op, one, size, like=topk_ids, name=name, inputs=results))
     return results[0], results[1], results[2]
 
 

@@ -88,7 +88,9 @@ def moe_gemv_fp4_reference(
     check_options(op, activation, swiglu_limit, route_weights, num_routes, x)
     check_slots(op, slot_of_expert, x)
     width = rows if swiglu_limit is None else rows // 2
-    out = check.output(op, out, (num_routes, width), like=x, dtype=out_dtype)
+    check.out_dtype(op, out_dtype)
+    inputs = (weight, weight_scale, x_scale, slot_of_expert, route_weights)
+    out = check.output(op, out, (num_routes, width), like=x, dtype=out_dtype, inputs=inputs)
     if num_routes == 0:
         return out
     per_row = num_routes // x.shape[0]

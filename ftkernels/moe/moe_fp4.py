@@ -82,7 +82,13 @@ def moe_fp4_reference(
         op, x, w13, w13_scale, w2, w2_scale, topk_weights, topk_ids, swiglu_limit, slot_of_expert,
         activation, path, packed,
     )  # fmt: skip
-    dtype, channels = out_dtype or x.dtype, x.shape[1]
+    dtype, channels = x.dtype if out_dtype is None else out_dtype, x.shape[1]
+    check.out_dtype(op, dtype)
+    given = (w13, w13_scale, w2, w2_scale, topk_weights, topk_ids, slot_of_expert, shared)
+    if out is not None:
+        check.output(op, out, tuple(x.shape), like=x, dtype=dtype, inputs=given)
+    if shared is not None:
+        check.tensor(op, "shared", shared, check.FLOATS, tuple(x.shape), "[T, C]", x)
     slots = slots_of(topk_ids.flatten().tolist(), slot_of_expert)
     if path == "gemv" and routed_out is None and slots and min(slots) >= 0:
         rows = widen_x(x, None, activation)

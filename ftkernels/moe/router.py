@@ -91,13 +91,16 @@ def check_routes(
     check.require(score in SCORES, lambda: f"{op}: score is {score!r}, expected one of {SCORES}")
     if num_tokens is not None:
         check.tensor(op, "num_tokens", num_tokens, (torch.int32,), (1,), "[1]", router_logits)
-    weights, ids = (None, None) if out is None else out
+    given = check.parts(op, out, 2)
     size = (router_logits.shape[0], topk)
-    return (
-        check.output(op, weights, size, like=router_logits, name="topk_weights", inputs=inputs),
-        check.output(op, ids, size, like=router_logits, dtype=torch.int32, name="topk_ids",
-                     inputs=inputs),
+    weights = check.output(
+        op, given[0], size, like=router_logits, name="topk_weights", inputs=inputs
+    )
+    ids = check.output(
+        op, given[1], size, like=router_logits, dtype=torch.int32, name="topk_ids",
+        inputs=(*inputs, weights),
     )  # fmt: skip
+    return weights, ids
 
 
 def route_topk_reference(

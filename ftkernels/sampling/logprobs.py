@@ -73,15 +73,19 @@ def _checked(
     check.require(
         0 <= num_top <= vocab, lambda: f"{op}: num_top is {num_top}, expected 0 to {vocab}"
     )
-    logprob, ids, top = (None, None, None) if out is None else out
-    fp32, inputs = torch.float32, (token_ids,)
-    return (
-        check.output(op, logprob, (rows,), like=logits, dtype=fp32, name="logprob", inputs=inputs),
-        check.output(op, ids, (rows, num_top), like=logits, dtype=torch.int32, name="top_ids",
-                     inputs=inputs),
-        check.output(op, top, (rows, num_top), like=logits, dtype=fp32, name="top_logprobs",
-                     inputs=inputs),
+    given = check.parts(op, out, 3)
+    fp32, inputs, size = torch.float32, (token_ids,), (rows, num_top)
+    own = check.output(
+        op, given[0], (rows,), like=logits, dtype=fp32, name="logprob", inputs=inputs
+    )
+    ids = check.output(
+        op, given[1], size, like=logits, dtype=torch.int32, name="top_ids", inputs=(*inputs, own)
+    )
+    top = check.output(
+        op, given[2], size, like=logits, dtype=fp32, name="top_logprobs",
+        inputs=(*inputs, own, ids),
     )  # fmt: skip
+    return own, ids, top
 
 
 def top_logprobs_reference(

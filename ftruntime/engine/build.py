@@ -96,11 +96,13 @@ def make_executor(model: Transformer, plan: Plan, *, kv_format: str = "bf16") ->
 def _warm_up(executor: DeviceExecutor, plan: Plan) -> None:
     """One prefill and one decode step on the padding row and page, so that kernels are compiled."""
     layers = (0, executor.num_layers)
-    spec = SampleSpec(1.0, 0, 1.0, 0.0, 0, 3)
+    length = min(4, plan.max_model_len) - 1
+    spec = SampleSpec(1.0, 0, 1.0, 0.0, 0, length)
     row, pages = plan.max_running, ((0, 0, 0),)
-    first = SeqPlan(row, "warm-up", 0, (0, 0, 0), new_pages=pages, fresh=True, sample=spec)
+    prompt = (0,) * length
+    first = SeqPlan(row, "warm-up", 0, prompt, new_pages=pages, fresh=True, sample=spec)
     executor.execute(StepPlan(0, "prefill", (first,), layers))
-    second = SeqPlan(row, "warm-up", 3, (0,), sample=spec)
+    second = SeqPlan(row, "warm-up", length, (0,), sample=spec)
     executor.execute(StepPlan(1, "decode", (second,), layers))
 
 

@@ -303,6 +303,9 @@ def _check_values(config: ModelConfig) -> None:
         _require(config, name, getattr(config, name) >= 1, "at least 1")
     for name, most in _MOST.items():
         _require(config, name, getattr(config, name) <= most, f"at most {most}")
+    _require(config, "hc_sinkhorn_iters", config.hc_sinkhorn_iters <= 1000, "at most 1000")
+    most = config.max_position_embeddings
+    _require(config, "index_topk", config.index_topk <= most, f"at most the context, {most}")
     for name in ("num_hash_layers", "hc_sinkhorn_iters", "swiglu_limit"):
         _require(config, name, getattr(config, name) >= 0, "at least 0")
     for name in ("rope_theta", "compress_rope_theta"):

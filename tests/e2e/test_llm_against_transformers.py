@@ -72,3 +72,11 @@ def test_requests_alone_and_together_give_the_same_bits(case):
         assert a.outputs[0].text == b.outputs[0].text
         assert a.outputs[0].token_ids == b.outputs[0].token_ids
         assert a.outputs[0].logprobs == b.outputs[0].logprobs, "bit for bit"
+
+
+def test_the_smallest_context_starts(demos):
+    with LLM(model=demos["tiny"], num_tokens=256, max_model_len=2) as llm:
+        out = llm.generate([[5]], SamplingParams(temperature=0, max_tokens=1))[0]
+    assert len(out.outputs[0].token_ids) == 1
+    with pytest.raises(ValueError, match="--max-model-len is 1, expected"):
+        LLM(model=demos["tiny"], max_model_len=1)

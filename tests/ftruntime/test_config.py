@@ -72,7 +72,7 @@ WRONG = [
     ("--max-running-requests", "2.5", 2.5, "is 2.5, expected an integer >= 1 (nearest: 2, 3)"),
     ("--cuda-graph-max-bs", "-4", -4, "is -4, expected an integer >= 0 (nearest: 0)"),
     ("--max-prefill-length", "127", 127, "is 127, expected an integer >= 128 (nearest: 128)"),
-    ("--max-model-len", "0", 0, "is 0, expected an integer >= 1 (nearest: 1)"),
+    ("--max-model-len", "0", 0, "is 0, expected an integer >= 2 (nearest: 2)"),
     ("--cache-type", "Radix", "Radix", "is Radix, expected one of radix, naive (nearest: radix)"),
     ("--admission", "always", "always", "is always, expected one of reserve, optimistic"),
     ("--max-waiting-requests", "0", 0, "is 0, expected an integer >= 1 (nearest: 1)"),
