@@ -41,7 +41,7 @@ class GenerationBody(Body):
     min_tokens: int | None = Field(None, description="an integer >= 0")
     temperature: float | None = Field(None, description="a number in [0, 100]")
     top_p: float | None = Field(None, description="a number in (0, 1]")
-    top_k: int | None = Field(None, description="an integer >= -1")
+    top_k: int | None = Field(None, description="an integer in [-1, 2147483647]")
     min_p: float | None = Field(None, description="a number in [0, 1]")
     seed: int | None = Field(None, description="a 64-bit integer")
     stop: str | list[str] | None = Field(None, description="a string or a list of strings")
@@ -49,7 +49,7 @@ class GenerationBody(Body):
     ignore_eos: bool | None = Field(None, description=_BOOLEAN)
     presence_penalty: float | None = Field(None, description="a number in [-2, 2]")
     frequency_penalty: float | None = Field(None, description="a number in [-2, 2]")
-    repetition_penalty: float | None = Field(None, description="a number in (0, 100]")
+    repetition_penalty: float | None = Field(None, description="a number in [0.01, 100]")
     logit_bias: dict[str, float] | None = Field(
         None, description="an object of token ids with biases in [-100, 100]"
     )

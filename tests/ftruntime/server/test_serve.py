@@ -160,6 +160,14 @@ def test_oversize_body_gets_its_answer(live: Live) -> None:
     assert response.status_code == 413
 
 
+def test_a_body_that_says_it_is_oversize_is_answered_before_it_comes(live: Live) -> None:
+    url = httpx.URL(live.url)
+    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer key\r\n"
+    with socket.create_connection((url.host, url.port), timeout=5) as wire:
+        wire.sendall(f"{head}Content-Length: {33 << 20}\r\n\r\n".encode())
+        assert wire.recv(4096).startswith(b"HTTP/1.1 413 ")
+
+
 def test_s15_overlapping_streams_all_end(live: Live) -> None:
     with httpx.Client(base_url=live.url, headers={"Authorization": "Bearer key"}) as client:
         texts: list[str] = []
