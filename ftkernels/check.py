@@ -202,11 +202,11 @@ def rope(
     if cos is None or sin is None:
         return
     tensor(op, "cos", cos, (torch.float32,), (None, None), "[max_positions, r/2]", like)
-    tensor(op, "sin", sin, (torch.float32,), tuple(cos.shape), "[max_positions, r/2]", like)
-    require(
-        2 * cos.shape[1] <= head_dim,
-        lambda: f"{op}: cos is {tuple(cos.shape)}, expected at most D/2 = {head_dim // 2} columns",
-    )
+    tensor(op, "sin", sin, (torch.float32,), cos.shape, "[max_positions, r/2]", like)
+    if 2 * cos.shape[1] > head_dim:
+        raise ValueError(
+            f"{op}: cos is {tuple(cos.shape)}, expected at most D/2 = {head_dim // 2} columns"
+        )
 
 
 def given_scratch(op: str, scratch: torch.Tensor | None, like: object) -> None:

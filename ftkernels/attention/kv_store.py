@@ -58,25 +58,19 @@ def store_kv_reference(
     check_pool(op, "pool", pool, kv_format, head_dim, rope_dim, kv)
     check.tensor(op, "slot_mapping", slot_mapping, check.INTS, (num_tokens,), "[T]", kv)
     check.number(op, "eps", eps, 0)
-    check.require(
-        isinstance(rope_dim, int) and 0 <= rope_dim <= head_dim,
-        lambda: f"{op}: rope_dim is {rope_dim!r}, expected 0 to D = {head_dim}",
-    )
+    if not isinstance(rope_dim, int) or not 0 <= rope_dim <= head_dim:
+        raise ValueError(f"{op}: rope_dim is {rope_dim!r}, expected 0 to D = {head_dim}")
     if norm_weight is not None:
         check.tensor(op, "norm_weight", norm_weight, check.FLOATS, (head_dim,), "[D]", kv)
-    check.require(
-        (positions is None) == (cos is None) == (sin is None),
-        f"{op}: positions, cos and sin are partly given, expected all or none",
-    )
+    if not (positions is None) == (cos is None) == (sin is None):
+        raise ValueError(f"{op}: positions, cos and sin are partly given, expected all or none")
     if positions is not None and cos is not None:
         check.tensor(op, "positions", positions, check.INTS, (num_tokens,), "[T]", kv)
         check.rope(op, cos, sin, head_dim, kv)
-        check.require(
-            2 * cos.shape[1] == rope_dim,
-            lambda: (
+        if 2 * cos.shape[1] != rope_dim:
+            raise ValueError(
                 f"{op}: cos is {tuple(cos.shape)}, expected rope_dim/2 = {rope_dim // 2} columns"
-            ),
-        )
+            )
     if num_tokens == 0:
         return
     if norm_weight is not None:

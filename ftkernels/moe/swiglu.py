@@ -41,11 +41,15 @@ def swiglu_clamp(
 
     Graph-safe when ``out`` is given: no allocation, no host sync.
     """
-    out = _checked(gate_up, limit, weights, out)
-    num_tokens, inter = out.shape
+    _check(gate_up, limit, weights)
+    num_tokens, inter = gate_up.shape[0], gate_up.shape[1] // 2
+    plain = backend.use_reference(gate_up)
+    if plain and out is None:
+        return activated(gate_up, limit, weights).to(gate_up.dtype)
+    out = check.output("swiglu_clamp", out, (num_tokens, inter), like=gate_up, inputs=(weights,))
     if num_tokens == 0 or inter == 0:
         return out
-    if backend.use_reference(gate_up):
+    if plain:
         return out.copy_(activated(gate_up, limit, weights))
     cfg = config.lookup("swiglu_clamp", {"T": num_tokens, "I": inter}, default_config, grows="T")
     with backend.on_device(gate_up):
@@ -59,24 +63,19 @@ def swiglu_clamp(
     return out
 
 
-def _checked(
-    gate_up: torch.Tensor, limit: float, weights: torch.Tensor | None, out: torch.Tensor | None
-) -> torch.Tensor:
+def _check(gate_up: torch.Tensor, limit: float, weights: torch.Tensor | None) -> None:
     op = "swiglu_clamp"
     check.tensor(op, "gate_up", gate_up, check.FLOATS, (None, None), "[T, 2*I]")
-    check.require(
-        gate_up.shape[1] % 2 == 0,
-        lambda: (
+    if gate_up.shape[1] % 2:
+        raise ValueError(
             f"{op}: gate_up is {tuple(gate_up.shape)}, expected [T, 2*I] with an even last size"
-        ),
-    )
-    check.require(limit >= 0, lambda: f"{op}: limit is {limit}, expected >= 0")
+        )
+    if limit != float("inf"):
+        check.number(op, "limit", limit, 0)
     if weights is not None:
         check.dtype(op, "weights", weights, (torch.float32,))
         check.shape(op, "weights", weights, (gate_up.shape[0],), "[T]")
         check.device(op, "weights", weights, gate_up)
-    size = (gate_up.shape[0], gate_up.shape[1] // 2)
-    return check.output(op, out, size, like=gate_up, inputs=(weights,))
 
 
 def swiglu_clamp_reference(
@@ -84,7 +83,9 @@ def swiglu_clamp_reference(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """The definition in plain torch, sharing nothing with the kernel."""
-    out = _checked(gate_up, limit, weights, out)
+    _check(gate_up, limit, weights)
+    size = (gate_up.shape[0], gate_up.shape[1] // 2)
+    out = check.output("swiglu_clamp", out, size, like=gate_up, inputs=(weights,))
     return out.copy_(activated(gate_up, limit, weights))
 
 
