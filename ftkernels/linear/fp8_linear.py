@@ -49,10 +49,7 @@ def fp8_linear(
     """
     if scratch is not None:
         check.given_scratch("fp8_linear", scratch, x[0] if isinstance(x, tuple) and x else x)
-    return fp8_linear_reference(
-        x, weight, weight_scale, activation=activation, norm_weight=norm_weight, eps=eps,
-        path=path, out_dtype=out_dtype, out=out,
-    )  # fmt: skip
+    return _product(x, weight, weight_scale, activation, norm_weight, eps, path, out_dtype, out)
 
 
 def fp8_linear_reference(
@@ -63,6 +60,14 @@ def fp8_linear_reference(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """The definition in plain torch."""
+    return _product(x, weight, weight_scale, activation, norm_weight, eps, path, out_dtype, out)
+
+
+def _product(
+    x: torch.Tensor | tuple[torch.Tensor, torch.Tensor], weight: torch.Tensor,
+    weight_scale: torch.Tensor | None, activation: str, norm_weight: torch.Tensor | None,
+    eps: float, path: str | None, out_dtype: torch.dtype, out: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
     op = "fp8_linear"
     check_path(op, path)
     dense = _check_x(op, x, activation, norm_weight, eps)

@@ -42,11 +42,15 @@ def hc_post(
 
     Graph-safe when ``out`` is given: no allocation, no host sync.
     """
-    out = _checked(y, streams, post, comb, out)
+    _check(y, streams, post, comb)
+    plain = backend.use_reference(streams)
+    if plain and out is None:
+        return _mixed(y, streams, post, comb).to(streams.dtype)
+    out = _output(y, streams, post, comb, out)
     if streams.numel() == 0:
         return out
-    if backend.use_reference(streams):
-        return _reference(y, streams, post, comb, out)
+    if plain:
+        return out.copy_(_mixed(y, streams, post, comb))
     num_tokens, hc, width = streams.shape
     cfg = config.lookup("hc_post", {"hc": hc, "C": width}, default_config)
     with backend.on_device(streams):
@@ -61,18 +65,22 @@ def hc_post(
     return out
 
 
-def _checked(
-    y: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, comb: torch.Tensor,
-    out: torch.Tensor | None,
-) -> torch.Tensor:  # fmt: skip
+def _check(y: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, comb: torch.Tensor) -> None:
     op, fp32 = "hc_post", (torch.float32,)
     check.tensor(op, "streams", streams, check.FLOATS, (None, None, None), "[T, hc, C]")
     num_tokens, hc, width = streams.shape
     check.tensor(op, "y", y, check.FLOATS, (num_tokens, width), "[T, C]", streams)
     check.tensor(op, "post", post, fp32, (num_tokens, hc), "[T, hc]", streams)
     check.tensor(op, "comb", comb, fp32, (num_tokens, hc, hc), "[T, hc, hc]", streams)
-    inputs = (y, post, comb)
-    return check.output(op, out, streams.shape, like=streams, may_alias=True, inputs=inputs)
+
+
+def _output(
+    y: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, comb: torch.Tensor,
+    out: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
+    return check.output(
+        "hc_post", out, streams.shape, like=streams, may_alias=True, inputs=(y, post, comb)
+    )
 
 
 def hc_post_reference(
@@ -80,15 +88,16 @@ def hc_post_reference(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """The definition in plain torch, sharing nothing with the kernel."""
-    return _reference(y, streams, post, comb, _checked(y, streams, post, comb, out))
+    _check(y, streams, post, comb)
+    out = _output(y, streams, post, comb, out)
+    return out.copy_(_mixed(y, streams, post, comb))
 
 
-def _reference(
-    y: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, comb: torch.Tensor,
-    out: torch.Tensor,
-) -> torch.Tensor:  # fmt: skip
+def _mixed(
+    y: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, comb: torch.Tensor
+) -> torch.Tensor:
     spread = post[:, :, None] * wide(y)[:, None]
-    return out.copy_(torch.baddbmm(spread, comb.transpose(1, 2), wide(streams)))
+    return torch.baddbmm(spread, comb.transpose(1, 2), wide(streams))
 
 
 @dataclass(frozen=True)

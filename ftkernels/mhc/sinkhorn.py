@@ -49,11 +49,11 @@ def sigmoids(
     mix: Floats, inverse_rms: float, scale: float, base: Floats, numerator: float, eps: float
 ) -> Floats:
     """``numerator * sigmoid(mix * (inverse_rms * scale) + base) + eps``."""
-    rate = inverse_rms * scale
-    return [
-        numerator / (1.0 + math.exp(-max(m * rate + b, _EXP_LIMIT))) + eps
-        for m, b in zip(mix, base)  # noqa: B905
-    ]
+    rate, exp = inverse_rms * scale, math.exp
+    z = [m * rate + b for m, b in zip(mix, base)]  # noqa: B905
+    if min(z) < _EXP_LIMIT:
+        z = [max(v, _EXP_LIMIT) for v in z]
+    return [numerator / (1.0 + exp(-v)) + eps for v in z]
 
 
 def sigmoid_rows(
@@ -81,14 +81,16 @@ def _exp(x: torch.Tensor) -> torch.Tensor:
 def sinkhorn(logits: Floats, hc: int, eps: float, iters: int) -> Floats:
     """The doubly normalized matrix of one row, row-major."""
     c: Floats = []
+    if hc == 4:
+        for j in (0, 4, 8, 12):
+            c += _softmax4(logits[j], logits[j + 1], logits[j + 2], logits[j + 3], eps)
+        return _sinkhorn4(c, eps, iters)
     for j in range(hc):
         row = logits[j * hc : (j + 1) * hc]
         top = max(row)
         e = [math.exp(a - top) for a in row]
         r = 1.0 / _sum(e)
         c += [v * r + eps for v in e]
-    if hc == 4:
-        return _sinkhorn4(c, eps, iters)
     for i in range(2 * iters - 1):
         if i % 2:
             rates = [1.0 / (_sum(c[j * hc : (j + 1) * hc]) + eps) for j in range(hc)]
@@ -97,6 +99,13 @@ def sinkhorn(logits: Floats, hc: int, eps: float, iters: int) -> Floats:
             rates = [1.0 / (_sum(c[k::hc]) + eps) for k in range(hc)]
             c = [v * rates[n % hc] for n, v in enumerate(c)]
     return c
+
+
+def _softmax4(a: float, b: float, c: float, d: float, eps: float) -> Floats:
+    top, exp = max(a, b, c, d), math.exp
+    a, b, c, d = exp(a - top), exp(b - top), exp(c - top), exp(d - top)
+    r = 1.0 / (a + b + c + d)
+    return [a * r + eps, b * r + eps, c * r + eps, d * r + eps]
 
 
 def _sum(values: Sequence[float]) -> float:

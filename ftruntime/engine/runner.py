@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from ftruntime.model.batch import ForwardBatch
@@ -41,15 +39,19 @@ class BatchBuilder:
             lens.append(end)
         rows = [seq.row for seq in plan.seqs]
         used = -(-max(lens) // PAGE_TOKENS)
+        # one transfer for what counts tokens, one for what counts sequences
+        by_token = torch.tensor((token_ids, positions, slots), dtype=torch.int64).to(self._device)
+        numbers = torch.tensor((*bounds, *lens, *rows), dtype=torch.int32).to(self._device)
+        count = len(rows)
         return ForwardBatch(
-            token_ids=self._tensor(token_ids, torch.int64),
-            positions=self._tensor(positions, torch.int64),
-            cu_seqlens=self._tensor(bounds, torch.int32),
-            seq_lens=self._tensor(lens, torch.int32),
-            slot_mapping=self._tensor(slots, torch.int64),
+            token_ids=by_token[0],
+            positions=by_token[1],
+            cu_seqlens=numbers[: count + 1],
+            seq_lens=numbers[count + 1 : 2 * count + 1],
+            slot_mapping=by_token[2],
             window_block_table=_rows_of(self._window, rows, used).to(self._device),
             block_table=_rows_of(self._rows, rows, used).to(self._device),
-            state_index=self._tensor(rows, torch.int32),
+            state_index=numbers[2 * count + 1 :],
             is_decode=plan.kind == "decode",
         )
 
@@ -69,9 +71,6 @@ class BatchBuilder:
             pages[p // PAGE_TOKENS - first] * PAGE_TOKENS + p % PAGE_TOKENS
             for p in range(start, end)
         ]
-
-    def _tensor(self, values: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        return torch.tensor(values, dtype=dtype).to(self._device)
 
 
 def _rows_of(table: torch.Tensor, rows: list[int], used: int) -> torch.Tensor:

@@ -23,18 +23,14 @@ def draw(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> list[int]:
             torch.tensor(offsets, dtype=torch.float32, device=device),
         )  # fmt: skip
 
-    def column(values: Sequence[float], dtype: torch.dtype) -> torch.Tensor:
-        return torch.tensor(values, dtype=dtype, device=device)
-
+    floats = list(zip(*((s.temperature, s.top_p, s.min_p) for s in specs), strict=True))
+    temperature, top_p, min_p = torch.tensor(floats, dtype=torch.float32).to(device).unbind(0)
+    numbers = list(zip(*((s.seed, s.position) for s in specs), strict=True))
+    seed, position = torch.tensor(numbers, dtype=torch.int64).to(device).unbind(0)
     drawn = ftkernels.sample(
-        logits,
-        temperature=column([spec.temperature for spec in specs], torch.float32),
-        top_k=column([spec.top_k for spec in specs], torch.int32),
-        top_p=column([spec.top_p for spec in specs], torch.float32),
-        min_p=column([spec.min_p for spec in specs], torch.float32),
-        seed=column([spec.seed for spec in specs], torch.int64),
-        position=column([spec.position for spec in specs], torch.int64),
-    )
+        logits, temperature=temperature, top_p=top_p, min_p=min_p, seed=seed, position=position,
+        top_k=torch.tensor([spec.top_k for spec in specs], dtype=torch.int32, device=device),
+    )  # fmt: skip
     ids: list[int] = drawn.tolist()
     return ids
 

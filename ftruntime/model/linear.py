@@ -47,9 +47,10 @@ class Fp8Linear:
         return Fp8Linear(columns(torch.cat((first.weight, second.weight))), scale, numerics)
 
     def __call__(self, x: torch.Tensor, path: str) -> torch.Tensor:
+        numerics = self.numerics
         return ftkernels.fp8_linear(
-            x, self.weight, self.scale, activation=self.numerics.activation, path=path,
-            out_dtype=self.numerics.dtype,
+            x, self.weight, self.scale, activation=numerics.activation, path=path,
+            out_dtype=numerics.dtype,
         )  # fmt: skip
 
 

@@ -42,8 +42,8 @@ class HyperConnection:
         return x, (post, comb)
 
     def after(self, y: torch.Tensor, streams: torch.Tensor, mixes: Mixes) -> torch.Tensor:
-        """The streams with the sublayer's output mixed in, ``[T, hc, C]``, in place."""
-        return ftkernels.hc_post(y, streams, *mixes, out=streams)
+        """The streams with the sublayer's output mixed in, ``[T, hc, C]``."""
+        return ftkernels.hc_post(y, streams, *mixes)
 
 
 @dataclass(frozen=True)

@@ -61,7 +61,7 @@ class Transformer:
         self, streams: torch.Tensor, batch: ForwardBatch, storage: KVStorage,
         layers: tuple[int, int],
     ) -> torch.Tensor:  # fmt: skip
-        """Run layers ``[a, b)`` over the new tokens, updating pools, carry and streams in place."""
+        """Run layers ``[a, b)`` over the new tokens, updating pools and carry in place."""
         for number in range(*layers):
             layer, kv = self._layers[number], storage.layers[number]
             tables = self._tables[bool(self.config.compress_ratios[number])]
