@@ -12,7 +12,7 @@ from ftkernels import check
 from ftkernels.linear.linear import check_path, matmul_rows, wide
 from ftkernels.norm.rms_norm import normed
 from ftkernels.quant.round_trip import round_tripped
-from ftkernels.quant.weight_quant import dequantize_fp8
+from ftkernels.quant.weight_quant import dequantize_fp8_reference
 from ftkernels.spec import Case, Inputs, KernelSpec
 from ftkernels.testing import randn
 
@@ -78,7 +78,7 @@ def _product(
         size, inputs = (rows.shape[0], weight.shape[0]), (weight, weight_scale, norm_weight)
         check.output(op, out, size, like=rows, dtype=out_dtype, inputs=inputs)
     if dense is None:
-        operand = dequantize_fp8(x[0], x[1], group=BLOCK, dtype=torch.float32)
+        operand = dequantize_fp8_reference(x[0], x[1], group=BLOCK, dtype=torch.float32)
     else:
         if norm_weight is not None:
             dense = normed(dense, norm_weight, eps).to(dense.dtype)
@@ -110,7 +110,7 @@ def widen_weight(weight: torch.Tensor, scale: torch.Tensor | None) -> torch.Tens
     """``weight`` in fp32, its block scales applied."""
     if scale is None:
         return wide(weight)
-    return dequantize_fp8(weight, scale, group=(BLOCK, BLOCK), dtype=torch.float32)
+    return dequantize_fp8_reference(weight, scale, group=(BLOCK, BLOCK), dtype=torch.float32)
 
 
 def _check_x(

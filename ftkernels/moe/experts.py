@@ -10,9 +10,9 @@ import torch
 from ftkernels import check
 from ftkernels.linear.linear import matmul_rows, wide
 from ftkernels.moe.swiglu import activated
-from ftkernels.quant.pack import unpack_fp4
+from ftkernels.quant.pack import unpack_fp4_reference
 from ftkernels.quant.round_trip import round_tripped
-from ftkernels.quant.weight_quant import dequantize_fp4, dequantize_fp8
+from ftkernels.quant.weight_quant import dequantize_fp4_reference, dequantize_fp8_reference
 
 GROUP = 32
 ACT_GROUP = 128
@@ -81,7 +81,7 @@ def check_x(op: str, x: torch.Tensor, x_scale: torch.Tensor | None) -> None:
 def widen_x(x: torch.Tensor, x_scale: torch.Tensor | None, activation: str) -> torch.Tensor:
     """Activations in fp32 as the product sees them."""
     if x_scale is not None:
-        return dequantize_fp8(x, x_scale, group=ACT_GROUP, dtype=torch.float32)
+        return dequantize_fp8_reference(x, x_scale, group=ACT_GROUP, dtype=torch.float32)
     if activation == "bf16":
         return wide(x)
     return round_tripped(wide(x), "fp8", ACT_GROUP)
@@ -113,7 +113,7 @@ def expert_products(
         if slot >= 0:
             by_slot.setdefault(slot, []).append(route)
     if packed and scale is not None:
-        weight, scale = unpack_fp4(weight, scale)
+        weight, scale = unpack_fp4_reference(weight, scale)
     routes: list[int] = []
     products: list[torch.Tensor] = []
     for slot, mine in sorted(by_slot.items()):
@@ -132,7 +132,7 @@ def route_products(
     """As ``expert_products`` by GEMV, a row for each route in its own order; every route has a
     slot."""
     if packed and scale is not None:
-        weight, scale = unpack_fp4(weight, scale)
+        weight, scale = unpack_fp4_reference(weight, scale)
     products = [
         matmul_rows(
             row, wide(weight[slot]) if scale is None else _widen(weight[slot], scale[slot]), "gemv"
@@ -154,4 +154,4 @@ def finish_routes(
 
 
 def _widen(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    return dequantize_fp4(weight, scale, group=GROUP, dtype=torch.float32)
+    return dequantize_fp4_reference(weight, scale, group=GROUP, dtype=torch.float32)

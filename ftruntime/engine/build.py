@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+import ftkernels
 from ftruntime.checkpoint.loader import load_weights
 from ftruntime.config import RuntimeConfig
 from ftruntime.demo_cache import ensure_demo
@@ -68,10 +69,10 @@ def build_engine(config: RuntimeConfig, progress: Progress) -> EngineLoop:
 def load_model(
     directory: Path, shape: ModelConfig, numerics: Numerics, plan: Plan, progress: Progress
 ) -> Transformer:
-    """The weights in the form this machine computes with: codes on a card, dequantized
-    elsewhere."""
-    exact = not numerics.round_trips
-    dequantize = torch.float32 if exact or plan.kind == "cpu" else None
+    """The weights in the form this process computes with: codes where kernels run (on a card, or
+    interpreted), dequantized where references do and under exact numerics."""
+    kernels = plan.kind == "cuda" or ftkernels.backend.interpreted()
+    dequantize = None if kernels and numerics.round_trips else torch.float32
     weights = load_weights(
         directory, shape, dequantize=dequantize, device=plan.kind,
         progress=lambda name, share: progress("load weights", share),
