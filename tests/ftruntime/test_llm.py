@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -256,6 +256,15 @@ def test_k10_a_failing_step_raises_and_the_next_call_works(make: Make) -> None:
     assert llm.generate([2])[0].outputs[0].token_ids == expected_tokens([2], 16)
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Python's own handler, also where the tests were started with interrupts ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_in_a_step_returns_every_page(make: Make) -> None:
     llm = make()
     executor = loop_of(llm)._executor
@@ -278,6 +287,7 @@ def test_an_interrupt_in_a_step_returns_every_page(make: Make) -> None:
     assert llm.generate([2])[0].outputs[0].token_ids == expected_tokens([2], 16)
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_in_the_bookkeeping_waits_for_the_end_of_the_step(make: Make) -> None:
     llm = make()
     scheduler = loop_of(llm)._scheduler
