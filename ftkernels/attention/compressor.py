@@ -262,7 +262,7 @@ def _inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
     state = randn(2, *compressor_state_shape(ratio, width), device=device, seed=seed + 4)
     pages = -(-(case["pos0"] + tokens) // HCA_RATIO)
     dtype = torch.bfloat16
-    pool = empty_pool(pages + 1, HCA_RATIO // ratio, width, dtype=dtype, device=device)
+    pool = empty_pool(pages + 1, HCA_RATIO // ratio, width, dtype=dtype, device=device).zero_()
     table = torch.arange(1, pages + 1, dtype=torch.int32)[None].to(device)
     int32 = torch.int32
     bounds = torch.tensor([0, tokens], dtype=int32).to(device)

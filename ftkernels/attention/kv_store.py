@@ -142,6 +142,7 @@ def _store_inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
     tokens, head_dim = case["T"], case["D"]
     kv = randn(tokens, head_dim, dtype=torch.bfloat16, device=device, seed=seed)
     pool = empty_pool(case["pages"], 128, head_dim, kv_format=case["kv_format"], device=device)
+    pool.zero_()
     slots = torch.arange(tokens, dtype=torch.int64).flip(0).to(device)
     return (kv, pool, slots), {"kv_format": case["kv_format"], "round_trip": True}
 
