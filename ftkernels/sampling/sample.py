@@ -161,9 +161,10 @@ class SampleConfig:
 
 
 def default_config(key: Case) -> SampleConfig:
-    """One row per program, at most 4096 logits at a time."""
-    block_v = min(4096, max(128, triton.next_power_of_2(key["V"])))
-    return SampleConfig(block_v=block_v, num_warps=max(4, block_v // 256))
+    """One row per program, 4096 logits at a time; 2048 on 8 warps spill, 4096 on 8 do not."""
+    small = max(128, triton.next_power_of_2(key["V"]))
+    block_v = small if small <= 1024 else 4096
+    return SampleConfig(block_v=block_v, num_warps=8 if block_v >= 1024 else 4)
 
 
 def candidates(key: Case, target: Target) -> Iterable[SampleConfig]:
