@@ -16,6 +16,7 @@ from ftruntime import memory
 from ftruntime.flags import refuse
 from ftruntime.kvcache.layout import ChunkBudget, chunk_budget
 from ftruntime.model.config import ModelConfig
+from ftruntime.scheduler.policy import interleave_notice
 from ftruntime.types import PAGE_TOKENS, SchedulerLimits
 
 if TYPE_CHECKING:
@@ -155,7 +156,7 @@ def resolve(
         bytes={**need, "headroom": max(0, sizer.budget - sum(need.values()))},
         budget_bytes=sizer.budget,
         notes=_notes(config, sizer, chunk, slots),
-        warnings=_warnings(config, shape, num_tokens, context),
+        warnings=_warnings(config, shape, num_tokens, context, chunk.chunk_tokens),
     )
 
 
@@ -352,14 +353,21 @@ def _notes(config: RuntimeConfig, sizer: _Sizer, chunk: ChunkBudget, slots: int)
 
 
 def _warnings(
-    config: RuntimeConfig, shape: ModelConfig, num_tokens: int, context: int
+    config: RuntimeConfig, shape: ModelConfig, num_tokens: int, context: int, chunk_tokens: int
 ) -> tuple[str, ...]:
-    """A context of half the model's or less that nobody asked for."""
+    """A context of half the model's or less that nobody asked for; an interleave that cannot act
+    within one prompt."""
+    warnings = []
     model = shape.max_position_embeddings
-    if config.max_model_len is not None or 2 * context > model:
-        return ()
-    return (
-        f"served context is far below the model's max_model_len={context} model={model}: longer "
-        f"prompts are refused; raise --num-tokens (now {num_tokens}) or --memory-ratio "
-        f"(now {config.memory_ratio:g})",
-    )
+    if config.max_model_len is None and 2 * context <= model:
+        warnings.append(
+            f"served context is far below the model's max_model_len={context} model={model}: "
+            f"longer prompts are refused; raise --num-tokens (now {num_tokens}) or --memory-ratio "
+            f"(now {config.memory_ratio:g})"
+        )
+    every = config.decode_interleave_every
+    if every is not None:
+        notice = interleave_notice(every, chunk_tokens=chunk_tokens, max_model_len=context)
+        if notice is not None:
+            warnings.append(notice)
+    return tuple(warnings)

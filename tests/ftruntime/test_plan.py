@@ -2,7 +2,8 @@
 
 Mutants tried and seen red: the CPU cap dropped, ranks on CPU given the whole memory each, auto KV
 not limited by memory, explicit slots below the least accepted, the context warning inverted,
-headroom not part of the sum, max_model_len not limited by the KV capacity.
+headroom not part of the sum, max_model_len not limited by the KV capacity, the interleave notice
+dropped.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import pytest
 from ftruntime.config import DeviceFacts, Plan, RuntimeConfig, resolve
 from ftruntime.model.config import ModelConfig, builtin
 from ftruntime.plan import NotEnoughMemoryError, min_expert_slots
+from ftruntime.scheduler.policy import interleave_notice
 
 GIB = 1 << 30
 FLASH = builtin("flash")
@@ -131,6 +133,16 @@ def test_s08_g14_a_context_far_below_the_models_is_a_warning_with_the_flags():
         assert part in warning
     assert plan_of(num_tokens=32768 + 128).warnings == ()
     assert plan_of(num_tokens=4096, max_model_len=4096).warnings == ()
+
+
+def test_s02_an_interleave_that_cannot_act_is_a_warning():
+    flags = {"max_prefill_length": 8192, "max_model_len": 43_008, "swa_full_tokens_ratio": 1.0}
+    plan = plan_of(decode_interleave_every=8, **flags)
+    assert (plan.chunk_tokens, plan.max_model_len) == (8192, 43_008)
+    (warning,) = plan.warnings
+    assert warning == interleave_notice(8, chunk_tokens=8192, max_model_len=43_008)
+    assert plan_of(decode_interleave_every=5, **flags).warnings == ()
+    assert plan_of(**flags).warnings == ()
 
 
 REFUSED = [
