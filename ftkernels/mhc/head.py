@@ -20,7 +20,6 @@ from ftkernels.mhc import mixing, sinkhorn
 from ftkernels.mhc.mixing import MixConfig, inverse_rms, mixed_sigmoid, store_mixed
 from ftkernels.spec import Case, Inputs, KernelSpec
 from ftkernels.target import Target
-from ftkernels.testing import randn
 
 
 def hc_head(
@@ -160,16 +159,8 @@ def _hc_head_kernel(
 
 
 def _inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
-    num_tokens, hc, width = case["T"], case["hc"], case["C"]
-    size = hc * width
-    streams = randn(num_tokens, hc, width, dtype=torch.bfloat16, device=device, seed=seed)
-    fn = randn(hc, size, device=device, scale=size**-0.5, seed=seed + 1)
-    scale = 1.0 + randn(1, device=device, scale=0.3, seed=seed + 2)
-    base = randn(hc, device=device, scale=0.7, seed=seed + 3)
-    kwargs: dict[str, object] = {}
-    if case.get("norm"):
-        kwargs["norm_weight"] = 1.0 + randn(width, device=device, scale=0.1, seed=seed + 4)
-    return (streams, fn, scale, base), kwargs
+    rows = case["hc"]
+    return mixing.inputs(case, rows=rows, num_scales=1, device=device, seed=seed)
 
 
 SPEC = KernelSpec(

@@ -16,8 +16,9 @@ import triton
 import triton.language as tl
 
 from ftkernels import backend  # noqa: F401  (first: it fixes interpretation)
-from ftkernels.spec import COUNTER_BYTES, Case
+from ftkernels.spec import COUNTER_BYTES, Case, Inputs
 from ftkernels.target import Target
+from ftkernels.testing import randn
 
 MAX_SPLITS = 32
 
@@ -54,6 +55,20 @@ def candidates(key: Case, target: Target) -> Iterable[MixConfig]:
 def scratch_bytes(rows: int, num_tokens: int) -> int:
     """Scratch of `hc_pre` and `hc_head` for `rows` rows of ``fn``, at the largest split."""
     return COUNTER_BYTES + num_tokens * MAX_SPLITS * _block_n(rows) * 4
+
+
+def inputs(case: Case, *, rows: int, num_scales: int, device: str, seed: int) -> Inputs:
+    """Seeded streams and parameters of `hc_pre` or `hc_head`: ``fn`` has `rows` rows."""
+    num_tokens, hc, width = case["T"], case["hc"], case["C"]
+    size = hc * width
+    streams = randn(num_tokens, hc, width, dtype=torch.bfloat16, device=device, seed=seed)
+    fn = randn(rows, size, device=device, scale=size**-0.5, seed=seed + 1)
+    scale = 1.0 + randn(num_scales, device=device, scale=0.3, seed=seed + 2)
+    base = randn(rows, device=device, scale=0.7, seed=seed + 3)
+    kwargs: dict[str, object] = {}
+    if case.get("norm"):
+        kwargs["norm_weight"] = 1.0 + randn(width, device=device, scale=0.1, seed=seed + 4)
+    return (streams, fn, scale, base), kwargs
 
 
 def _block_n(rows: int) -> int:

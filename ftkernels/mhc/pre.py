@@ -28,7 +28,6 @@ from ftkernels.mhc.mixing import (
 )
 from ftkernels.spec import Case, Inputs, KernelSpec
 from ftkernels.target import Target
-from ftkernels.testing import randn
 
 Mixes = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -245,16 +244,8 @@ def _hc_pre_kernel(
 
 
 def _inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
-    num_tokens, hc, width = case["T"], case["hc"], case["C"]
-    rows, size = (2 + hc) * hc, hc * width
-    streams = randn(num_tokens, hc, width, dtype=torch.bfloat16, device=device, seed=seed)
-    fn = randn(rows, size, device=device, scale=size**-0.5, seed=seed + 1)
-    scale = 1.0 + randn(3, device=device, scale=0.3, seed=seed + 2)
-    base = randn(rows, device=device, scale=0.7, seed=seed + 3)
-    kwargs: dict[str, object] = {}
-    if case.get("norm"):
-        kwargs["norm_weight"] = 1.0 + randn(width, device=device, scale=0.1, seed=seed + 4)
-    return (streams, fn, scale, base), kwargs
+    rows = (2 + case["hc"]) * case["hc"]
+    return mixing.inputs(case, rows=rows, num_scales=3, device=device, seed=seed)
 
 
 SPEC = KernelSpec(

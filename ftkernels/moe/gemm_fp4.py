@@ -54,8 +54,7 @@ def moe_gemm_fp4(
 
     Returns:
         ``[num_routes, N]``, or ``[num_routes, N/2]`` with ``swiglu_limit``; routes without a slot
-        are
-        not written.
+        are not written.
 
     Raises:
         TypeError, ValueError: an argument outside the contract, by name.

@@ -50,11 +50,6 @@ def estimate(config: ModelConfig, dequantize: torch.dtype | None) -> MemoryEstim
     return MemoryEstimate(dense, experts, temporary + _FIXED_BYTES)
 
 
-def required_bytes(config: ModelConfig, dequantize: torch.dtype | None) -> int:
-    """Peak host memory of loading the whole checkpoint onto the CPU, in bytes."""
-    return estimate(config, dequantize).host_bytes(on_device=False)
-
-
 def loaded_bytes(name: str, spec: TensorSpec, dequantize: torch.dtype | None) -> int:
     """Bytes that the stored tensor takes once loaded; 0 for a scale that went into its weight."""
     if dequantize is None:

@@ -117,10 +117,6 @@ class Tokenizer:
             ) from None
         return list(self.backend.encode(text, add_special_tokens=False).ids)
 
-    def encode_text(self, text: str) -> list[int]:
-        """The same as `encode`, for a plain prompt supplied by a user."""
-        return self.encode(text)
-
     def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
         """Text of `ids`. Invalid bytes become U+FFFD; a character cut off by the end is dropped."""
         data = b"".join(
