@@ -51,6 +51,7 @@ from ftkernels.sampling.adjust import adjust_logits, adjust_logits_reference
 from ftkernels.sampling.logprobs import top_logprobs, top_logprobs_reference
 from ftkernels.sampling.sample import sample, sample_reference
 from ftkernels.spec import KernelSpec, registry, scratch_bytes
+from ftkernels import library  # last: registers every op under torch.ops.ftkernels
 
 __version__ = "0.1.0"
 __all__ = [
@@ -61,7 +62,8 @@ __all__ = [
     "embed_reference", "empty_pool", "fp8_linear", "fp8_linear_reference", "grouped_linear",
     "grouped_linear_reference", "hadamard", "hadamard_reference", "hc_head", "hc_head_reference",
     "hc_post", "hc_post_reference", "hc_pre", "hc_pre_reference", "index_select",
-    "index_select_reference", "linear", "linear_reference", "load_kv", "load_kv_reference",
+    "index_select_reference", "library", "linear", "linear_reference", "load_kv",
+    "load_kv_reference",
     "merge_splits", "merge_splits_reference", "mla_decode", "mla_decode_reference", "mla_prefill",
     "mla_prefill_reference", "moe_align", "moe_align_reference", "moe_combine",
     "moe_combine_reference", "moe_fp4", "moe_fp4_reference", "moe_gemm_fp4",
