@@ -6,14 +6,28 @@ channels in groups of 64 (packed rows are quantized anyway).
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Iterable
+from dataclasses import dataclass
 
-from ftkernels import check
+import torch
+import triton
+import triton.language as tl
+
+from ftkernels import backend, check, config
 from ftkernels.attention.pools import KV_GROUP, check_pool, empty_pool, read_rows, write_rows
+from ftkernels.attention.stores import (
+    fp8_round_trip,
+    load_packed_row,
+    normed_row,
+    rotated_row,
+    store_packed_row,
+    store_row,
+)
 from ftkernels.norm.rms_norm import normed
 from ftkernels.quant.round_trip import round_tripped
 from ftkernels.rope.rope import rotate
 from ftkernels.spec import Case, Inputs, KernelSpec
+from ftkernels.target import Target
 from ftkernels.testing import randn
 
 
@@ -38,11 +52,34 @@ def store_kv(
 
     Raises:
         TypeError, ValueError: an argument outside the contract, by name.
+
+    Graph-safe: one launch, no allocation, no host sync. Without a token nothing is launched.
     """
-    store_kv_reference(
-        kv, pool, slot_mapping, kv_format=kv_format, rope_dim=rope_dim, round_trip=round_trip,
-        norm_weight=norm_weight, eps=eps, positions=positions, cos=cos, sin=sin,
-    )  # fmt: skip
+    _check_store(
+        kv, pool, slot_mapping, kv_format, rope_dim, norm_weight, eps, positions, cos, sin
+    )
+    if kv.numel() == 0:
+        return
+    if backend.use_reference(kv):
+        _store(
+            kv, pool, slot_mapping, kv_format, rope_dim, round_trip, norm_weight, eps, positions,
+            cos, sin,
+        )  # fmt: skip
+        return
+    width = kv.shape[1]
+    rope = positions is not None and rope_dim > 0
+    cfg = config.lookup("store_kv", {"D": width}, default_config)
+    with backend.on_device(kv):
+        _store_kv_kernel[(kv.shape[0],)](
+            kv, kv.stride(0), slot_mapping, norm_weight,
+            positions, cos, cos.stride(0) if rope and cos is not None else 0,
+            sin, sin.stride(0) if rope and sin is not None else 0,
+            pool, pool.stride(0), pool.stride(1), pool.shape[1], eps,
+            D=width, BLOCK_D=triton.next_power_of_2(width), HAS_NORM=norm_weight is not None,
+            HALF=rope_dim // 2 if rope else 0,
+            CHANNELS=width - rope_dim if round_trip else 0, PACKED=kv_format == "fp8",
+            num_warps=cfg.num_warps,
+        )  # fmt: skip
 
 
 def store_kv_reference(
@@ -52,6 +89,21 @@ def store_kv_reference(
     sin: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
     """The definition in plain torch."""
+    _check_store(
+        kv, pool, slot_mapping, kv_format, rope_dim, norm_weight, eps, positions, cos, sin
+    )
+    if kv.numel():
+        _store(
+            kv, pool, slot_mapping, kv_format, rope_dim, round_trip, norm_weight, eps, positions,
+            cos, sin,
+        )  # fmt: skip
+
+
+def _check_store(
+    kv: torch.Tensor, pool: torch.Tensor, slot_mapping: torch.Tensor, kv_format: str, rope_dim: int,
+    norm_weight: torch.Tensor | None, eps: float, positions: torch.Tensor | None,
+    cos: torch.Tensor | None, sin: torch.Tensor | None,
+) -> None:  # fmt: skip
     op = "store_kv"
     check.tensor(op, "kv", kv, check.FLOATS, (None, None), "[T, D]")
     num_tokens, head_dim = kv.shape
@@ -71,8 +123,14 @@ def store_kv_reference(
             raise ValueError(
                 f"{op}: cos is {tuple(cos.shape)}, expected rope_dim/2 = {rope_dim // 2} columns"
             )
-    if num_tokens == 0:
-        return
+
+
+def _store(
+    kv: torch.Tensor, pool: torch.Tensor, slot_mapping: torch.Tensor, kv_format: str, rope_dim: int,
+    round_trip: bool, norm_weight: torch.Tensor | None, eps: float, positions: torch.Tensor | None,
+    cos: torch.Tensor | None, sin: torch.Tensor | None,
+) -> None:  # fmt: skip
+    num_tokens, head_dim = kv.shape
     if norm_weight is not None:
         kv = normed(kv, norm_weight, eps).to(kv.dtype)
     if positions is not None and cos is not None and sin is not None:
@@ -106,14 +164,27 @@ def load_kv(
         dtype: of the result.
 
     Returns:
-        ``[N, D]``.
+        ``[N, D]``; with no slot nothing is launched.
 
     Raises:
         TypeError, ValueError: an argument outside the contract, by name.
+
+    Graph-safe when ``out`` is given: one launch, no allocation, no host sync.
     """
-    return load_kv_reference(
-        pool, slots, kv_format=kv_format, rope_dim=rope_dim, dtype=dtype, out=out
-    )
+    out = _checked_load(pool, slots, kv_format, rope_dim, dtype, out)
+    if out.numel() == 0:
+        return out
+    if backend.use_reference(pool):
+        return _load(pool, slots, kv_format, out)
+    width = out.shape[1]
+    cfg = config.lookup("load_kv", {"D": width}, default_config)
+    with backend.on_device(pool):
+        _load_kv_kernel[(out.shape[0],)](
+            pool, pool.stride(0), pool.stride(1), pool.shape[1], slots, out, out.stride(0),
+            D=width, BLOCK_D=triton.next_power_of_2(width), PACKED=kv_format == "fp8",
+            num_warps=cfg.num_warps,
+        )  # fmt: skip
+    return out
 
 
 def load_kv_reference(
@@ -121,6 +192,15 @@ def load_kv_reference(
     dtype: torch.dtype = torch.bfloat16, out: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """The definition in plain torch."""
+    return _load(
+        pool, slots, kv_format, _checked_load(pool, slots, kv_format, rope_dim, dtype, out)
+    )
+
+
+def _checked_load(
+    pool: torch.Tensor, slots: torch.Tensor, kv_format: str, rope_dim: int, dtype: torch.dtype,
+    out: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
     op = "load_kv"
     check.dtype(op, "pool", pool, (*check.FLOATS, torch.uint8))
     check.require(pool.ndim == 3, lambda: f"{op}: pool is {tuple(pool.shape)}, expected 3 sizes")
@@ -129,43 +209,136 @@ def load_kv_reference(
     check.tensor(op, "slots", slots, check.INTS, (None,), "[N]", pool)
     check.out_dtype(op, dtype)
     size = (slots.shape[0], head_dim)
-    out = check.output(op, out, size, like=pool, dtype=dtype, inputs=(slots,))
+    return check.output(op, out, size, like=pool, dtype=dtype, inputs=(slots,))
+
+
+def _load(
+    pool: torch.Tensor, slots: torch.Tensor, kv_format: str, out: torch.Tensor
+) -> torch.Tensor:
     numbers, rows = slots.long(), pool.shape[1]
     live = numbers >= 0
     out.zero_()
     kept = numbers[live]
-    out[live] = read_rows(pool, kept // rows, kept % rows, kv_format).to(dtype)
+    out[live] = read_rows(pool, kept // rows, kept % rows, kv_format).to(out.dtype)
     return out
 
 
+@dataclass(frozen=True)
+class StoreConfig:
+    num_warps: int
+
+
+def default_config(key: Case) -> StoreConfig:
+    """One row per program; 16 channels a thread, in one warp up to 512."""
+    return StoreConfig(num_warps=max(1, min(16, triton.next_power_of_2(key["D"]) // 512)))
+
+
+def candidates(key: Case, target: Target) -> Iterable[StoreConfig]:
+    width = triton.next_power_of_2(key["D"])
+    for num_warps in (1, 2, 4, 8, 16):
+        if 64 * num_warps <= max(64, width):
+            yield StoreConfig(num_warps)
+
+
+@triton.jit
+def _store_kv_kernel(
+    kv_ptr, stride_kt,  # [T, D]
+    slots_ptr,  # [T]
+    norm_ptr,  # [D]
+    positions_ptr,  # [T]
+    cos_ptr, stride_cp, sin_ptr, stride_sp,  # [max_positions, HALF]
+    pool_ptr, stride_pp, stride_pr,  # [pages, rows, D], or packed
+    num_rows, eps,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, HAS_NORM: tl.constexpr, HALF: tl.constexpr,
+    CHANNELS: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    pid_t = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots_ptr + pid_t).to(tl.int64)
+    if slot < 0:
+        return
+    dtype: tl.constexpr = kv_ptr.dtype.element_ty
+    offs_d = tl.arange(0, BLOCK_D)
+    x = tl.load(kv_ptr + pid_t * stride_kt + offs_d, mask=offs_d < D, other=0.0).to(tl.float32)
+    if HAS_NORM:
+        x = normed_row(x, norm_ptr, eps, D, BLOCK_D, dtype)
+    if HALF > 0:
+        position = tl.load(positions_ptr + pid_t).to(tl.int64)
+        cos_row, sin_row = cos_ptr + position * stride_cp, sin_ptr + position * stride_sp
+        x = rotated_row(x, cos_row, sin_row, D, HALF, BLOCK_D, dtype)
+    page_ptr = pool_ptr + (slot // num_rows) * stride_pp
+    row = slot % num_rows
+    if PACKED:
+        store_packed_row(x, page_ptr, row, num_rows)
+    else:
+        if CHANNELS > 0:
+            x = fp8_round_trip(x, CHANNELS, BLOCK_D, dtype)
+        store_row(x, page_ptr + row * stride_pr, D, BLOCK_D)
+
+
+@triton.jit
+def _load_kv_kernel(
+    pool_ptr, stride_pp, stride_pr,  # [pages, rows, D], or packed
+    num_rows,
+    slots_ptr,  # [N]
+    out_ptr, stride_on,  # [N, D]
+    D: tl.constexpr, BLOCK_D: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    pid_n = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots_ptr + pid_n).to(tl.int64)
+    live = slot >= 0
+    slot = tl.maximum(slot, 0)
+    page_ptr = pool_ptr + (slot // num_rows) * stride_pp
+    row = slot % num_rows
+    if PACKED:
+        x = load_packed_row(page_ptr, row, num_rows, live)
+    else:
+        offs_d = tl.arange(0, BLOCK_D)
+        mask = (offs_d < D) & live
+        x = tl.load(page_ptr + row * stride_pr + offs_d, mask=mask, other=0.0).to(tl.float32)
+    store_row(x, out_ptr + pid_n * stride_on, D, BLOCK_D)
+
+
 def _store_inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
-    tokens, head_dim = case["T"], case["D"]
-    kv = randn(tokens, head_dim, dtype=torch.bfloat16, device=device, seed=seed)
-    pool = empty_pool(case["pages"], 128, head_dim, kv_format=case["kv_format"], device=device)
+    tokens, width, rope = case["T"], case["D"], case["rope"]
+    kv = randn(tokens, width, dtype=torch.bfloat16, device=device, seed=seed)
+    pool = empty_pool(case["pages"], 128, width, kv_format=case["kv_format"], device=device)
     pool.zero_()
     slots = torch.arange(tokens, dtype=torch.int64).flip(0).to(device)
-    return (kv, pool, slots), {"kv_format": case["kv_format"], "round_trip": True}
+    kwargs = {"kv_format": case["kv_format"], "round_trip": True, "rope_dim": rope}
+    angles = randn(tokens, rope // 2, device=device, seed=seed + 1)
+    kwargs |= {"positions": slots, "cos": angles.cos(), "sin": angles.sin()}
+    kwargs["norm_weight"] = randn(width, dtype=torch.bfloat16, device=device, seed=seed + 2)
+    return (kv, pool, slots), kwargs
 
 
 def _load_inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
     (kv, pool, slots), kwargs = _store_inputs(case, device=device, seed=seed)
     if pool.device.type != "meta":
         store_kv_reference(kv, pool, slots, **kwargs)
-    return (pool, slots), {"kv_format": case["kv_format"]}
+    return (pool, slots), {"kv_format": case["kv_format"], "rope_dim": case["rope"]}
+
+
+def _case(name: str, T: int, D: int, rope: int, kv_format: str = "bf16") -> Case:
+    return {
+        "name": name, "T": T, "D": D, "rope": rope, "pages": -(-T // 128), "kv_format": kv_format
+    }  # fmt: skip
 
 
 _CASES: tuple[Case, ...] = (
-    {"name": "small", "T": 5, "D": 128, "pages": 2, "kv_format": "bf16"},
-    {"name": "flash", "T": 3456, "D": 512, "pages": 28, "kv_format": "bf16"},
-    {"name": "flash-fp8", "T": 3456, "D": 512, "pages": 28, "kv_format": "fp8"},
+    _case("small", 5, 100, 12),
+    _case("flash-t1", 1, 512, 64),
+    _case("flash-t1-fp8", 1, 512, 64, "fp8"),
+    _case("flash", 3456, 512, 64),
+    _case("flash-fp8", 3456, 512, 64, "fp8"),
 )
 SPECS = (
     KernelSpec(
-        op=store_kv, reference=store_kv_reference, kernel=False, inputs=_store_inputs,
-        cases=_CASES, grows="T", bytes_moved=lambda c: 4 * c["T"] * c["D"],
+        op=store_kv, reference=store_kv_reference, default=default_config, candidates=candidates,
+        inputs=_store_inputs, cases=_CASES, tolerance=8e-3,
+        bytes_moved=lambda c: 4 * c["T"] * c["D"],
     ),
     KernelSpec(
-        op=load_kv, reference=load_kv_reference, kernel=False, inputs=_load_inputs,
-        cases=_CASES, grows="T", bytes_moved=lambda c: 4 * c["T"] * c["D"],
+        op=load_kv, reference=load_kv_reference, default=default_config, candidates=candidates,
+        inputs=_load_inputs, cases=_CASES, bytes_moved=lambda c: 4 * c["T"] * c["D"],
     ),
 )  # fmt: skip

@@ -129,6 +129,10 @@ def _check_packed(
             f"and a page stride that is a multiple of {_ALIGNMENT}"
         ),
     )
+    check.require(
+        pool.is_meta or pool.data_ptr() % _ALIGNMENT == 0,
+        lambda: f"{op}: {name} is not {_ALIGNMENT}-byte aligned, expected pages that are",
+    )
 
 
 def read_rows(
