@@ -8,9 +8,20 @@ store.
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Iterable
+from dataclasses import dataclass
 
-from ftkernels import check
+import torch
+import triton
+
+from ftkernels import backend, check, config
+from ftkernels.attention.pooling import (
+    CSA_RATIO,
+    HCA_RATIO,
+    csa_kernel,
+    hca_kernel,
+    num_programs,
+)
 from ftkernels.attention.pools import (
     INDEX_GROUP,
     KV_GROUP,
@@ -25,9 +36,9 @@ from ftkernels.quant.hadamard import hadamard_reference
 from ftkernels.quant.round_trip import round_tripped
 from ftkernels.rope.rope import rotate
 from ftkernels.spec import Case, Inputs, KernelSpec
+from ftkernels.target import Target
 from ftkernels.testing import randn
 
-CSA_RATIO, HCA_RATIO = 4, 128
 _RING = 2 * CSA_RATIO
 _STORES = ("kv", "index", "raw")
 
@@ -74,13 +85,42 @@ def compress_kv(
 
     Raises:
         TypeError, ValueError: an argument outside the contract, by name.
+
+    Graph-safe: one launch, no allocation, no host sync. Without a token nothing is launched.
     """
     if scratch is not None:
         check.given_scratch("compress_kv", scratch, kv)
-    compress_kv_reference(
+    _check(
         kv, gate, ape, norm_weight, state, state_index, pool, block_table, cu_seqlens, seq_lens,
-        compress_ratio=compress_ratio, cos=cos, sin=sin, eps=eps, store=store, kv_format=kv_format,
+        compress_ratio, cos, store, kv_format, sin, eps,
     )  # fmt: skip
+    sequences = state_index.shape[0]
+    if kv.numel() == 0 or sequences == 0:
+        return
+    if backend.use_reference(kv):
+        _compress(
+            kv, gate, ape, norm_weight, state, state_index, pool, block_table, cu_seqlens, seq_lens,
+            compress_ratio, cos, sin, eps, store, kv_format,
+        )  # fmt: skip
+        return
+    width = norm_weight.shape[0]
+    is_csa = compress_ratio == CSA_RATIO
+    # keyed by the row alone: the order of the norm's sum must not depend on the batch
+    cfg = config.lookup("compress_kv", {"c": width, "ratio": compress_ratio}, default_config)
+    kernel = csa_kernel if is_csa else hca_kernel
+    with backend.on_device(kv):
+        kernel[(num_programs(compress_ratio, kv.shape[0], sequences),)](
+            kv, kv.stride(0), gate, gate.stride(0), ape, ape.stride(0), norm_weight,
+            state, *state.stride()[:3], state_index,
+            pool, pool.stride(0), pool.stride(1), pool.shape[1],
+            block_table, block_table.stride(0), cu_seqlens, seq_lens,
+            cos, cos.stride(0), sin, sin.stride(0),
+            sequences, eps, width**-0.5,
+            C=width, BLOCK_C=triton.next_power_of_2(width), HALF=cos.shape[1],
+            LOG2_C=width.bit_length() - 1, STORE=store, PACKED=pool.dtype == torch.uint8,
+            BLOCK_S=triton.next_power_of_2(sequences),
+            **({} if is_csa else {"STAGES": cfg.stages}), num_warps=cfg.num_warps,
+        )  # fmt: skip
 
 
 def compress_kv_reference(
@@ -94,6 +134,18 @@ def compress_kv_reference(
         kv, gate, ape, norm_weight, state, state_index, pool, block_table, cu_seqlens, seq_lens,
         compress_ratio, cos, store, kv_format, sin, eps,
     )  # fmt: skip
+    _compress(
+        kv, gate, ape, norm_weight, state, state_index, pool, block_table, cu_seqlens, seq_lens,
+        compress_ratio, cos, sin, eps, store, kv_format,
+    )  # fmt: skip
+
+
+def _compress(
+    kv: torch.Tensor, gate: torch.Tensor, ape: torch.Tensor, norm_weight: torch.Tensor,
+    state: torch.Tensor, state_index: torch.Tensor, pool: torch.Tensor, block_table: torch.Tensor,
+    cu_seqlens: torch.Tensor, seq_lens: torch.Tensor, compress_ratio: int, cos: torch.Tensor,
+    sin: torch.Tensor, eps: float, store: str, kv_format: str,
+) -> None:  # fmt: skip
     bounds, lens, owners = cu_seqlens.tolist(), seq_lens.tolist(), state_index.tolist()
     pooled = _pool_csa if compress_ratio == CSA_RATIO else _pool_hca
     for s, owner in enumerate(owners):
@@ -229,7 +281,12 @@ def _check(
     check.tensor(op, "kv", kv, fp32, (None, None), "[T, m*c]")
     check.tensor(op, "gate", gate, fp32, tuple(kv.shape), "[T, m*c]", kv)
     check.tensor(op, "ape", ape, fp32, (ratio, kv.shape[1]), "[ratio, m*c]", kv)
-    width = kv.shape[1] // (2 if ratio == CSA_RATIO else 1)
+    series = 2 if ratio == CSA_RATIO else 1
+    width = kv.shape[1] // series
+    check.require(
+        width * series == kv.shape[1],
+        lambda: f"{op}: kv is {tuple(kv.shape)}, expected two series of the same width",
+    )
     check.tensor(op, "norm_weight", norm_weight, check.FLOATS, (width,), "[c]", kv)
     check.require(
         isinstance(cos, torch.Tensor) and isinstance(sin, torch.Tensor),
@@ -244,6 +301,10 @@ def _check(
     check.tensor(op, "cu_seqlens", cu_seqlens, int32, (sequences + 1,), "[S+1]", kv)
     check.tensor(op, "seq_lens", seq_lens, int32, (sequences,), "[S]", kv)
     if store == "index":
+        check.require(
+            width & (width - 1) == 0,
+            lambda: f"{op}: kv is {tuple(kv.shape)}, expected rows of a power of two for 'index'",
+        )
         check_index_pool(op, "pool", pool, kv_format, width, kv)
     else:
         check_pool(op, "pool", pool, kv_format, width, 2 * cos.shape[1], kv)
@@ -253,33 +314,76 @@ def _check(
         )
 
 
+@dataclass(frozen=True)
+class CompressConfig:
+    stages: int
+    num_warps: int
+
+
+def default_config(key: Case) -> CompressConfig:
+    """Four channels a thread; ratio 128 copies eight tokens ahead, ratio 4 has no loop."""
+    num_warps = max(1, min(16, triton.next_power_of_2(key["c"]) // 128))
+    return CompressConfig(stages=8 if key["ratio"] == HCA_RATIO else 1, num_warps=num_warps)
+
+
+def candidates(key: Case, target: Target) -> Iterable[CompressConfig]:
+    width = triton.next_power_of_2(key["c"])
+    for num_warps in (1, 2, 4, 8, 16):
+        if num_warps == 1 or 64 * num_warps <= width <= 1024 * num_warps:
+            for stages in (4, 8, 12) if key["ratio"] == HCA_RATIO else (1,):
+                yield CompressConfig(stages, num_warps)
+
+
 def _inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
-    tokens, width, ratio = case["T"], case["c"], case["ratio"]
+    tokens, sequences, width, ratio = case["T"], case["S"], case["c"], case["ratio"]
+    length = case["pos0"] + tokens // sequences
     wide = width * (2 if ratio == CSA_RATIO else 1)
     kv, gate = (randn(tokens, wide, device=device, seed=seed + i) for i in range(2))
     ape = randn(ratio, wide, device=device, seed=seed + 2)
     norm_weight = randn(width, device=device, seed=seed + 3)
-    state = randn(2, *compressor_state_shape(ratio, width), device=device, seed=seed + 4)
-    pages = -(-(case["pos0"] + tokens) // HCA_RATIO)
-    dtype = torch.bfloat16
-    pool = empty_pool(pages + 1, HCA_RATIO // ratio, width, dtype=dtype, device=device).zero_()
-    table = torch.arange(1, pages + 1, dtype=torch.int32)[None].to(device)
+    shape = (sequences + 1, *compressor_state_shape(ratio, width))
+    state = randn(*shape, device=device, seed=seed + 4).abs_()
+    pages = -(-length // HCA_RATIO)
+    pool = empty_pool(
+        sequences * pages + 1, HCA_RATIO // ratio, width, kv_format=case["kv_format"], device=device
+    ).zero_()
     int32 = torch.int32
-    bounds = torch.tensor([0, tokens], dtype=int32).to(device)
-    lens = torch.tensor([case["pos0"] + tokens], dtype=int32).to(device)
-    angles = randn(case["pos0"] + tokens, case["rope"] // 2, device=device, seed=seed + 5)
-    index = torch.tensor([1], dtype=int32).to(device)
+    table = torch.arange(1, sequences * pages + 1, dtype=int32).view(sequences, pages).to(device)
+    bounds = torch.arange(0, tokens + 1, tokens // sequences, dtype=int32).to(device)
+    lens = torch.full((sequences,), length, dtype=int32).to(device)
+    index = torch.arange(1, sequences + 1, dtype=int32).to(device)
+    angles = randn(length, case["rope"] // 2, device=device, seed=seed + 5)
     args = (kv, gate, ape, norm_weight, state, index, pool, table, bounds, lens)
-    return args, {"compress_ratio": ratio, "cos": angles.cos(), "sin": angles.sin()}
+    kwargs = {"compress_ratio": ratio, "cos": angles.cos(), "sin": angles.sin()}
+    return args, {**kwargs, "store": case["store"], "kv_format": case["kv_format"]}
+
+
+def _case(
+    name: str, T: int, S: int, ratio: int, pos0: int, *, c: int = 512, rope: int = 64,
+    store: str = "kv", kv_format: str = "bf16",
+) -> Case:  # fmt: skip
+    return {
+        "name": name, "T": T, "S": S, "c": c, "ratio": ratio, "pos0": pos0, "rope": rope,
+        "store": store, "kv_format": kv_format,
+    }  # fmt: skip
 
 
 SPEC = KernelSpec(
-    op=compress_kv, reference=compress_kv_reference, kernel=False, inputs=_inputs, tolerance=8e-3,
-    grows="T", scratch=lambda **dims: 0,
+    op=compress_kv, reference=compress_kv_reference, default=default_config,
+    candidates=candidates, inputs=_inputs, tolerance=8e-3, scratch=lambda **dims: 0,
     cases=(
-        {"name": "small-csa", "T": 9, "c": 128, "ratio": 4, "pos0": 6, "rope": 64},
-        {"name": "flash-csa", "T": 3456, "c": 512, "ratio": 4, "pos0": 3456, "rope": 64},
-        {"name": "flash-hca", "T": 3456, "c": 512, "ratio": 128, "pos0": 3456, "rope": 64},
+        _case("small-csa", 18, 2, 4, 6, c=128),
+        _case("small-hca", 6, 2, 128, 125, c=100, rope=12, store="raw"),
+        _case("small-index", 9, 1, 4, 3, c=64, rope=32, store="index"),
+        _case("flash-csa", 3456, 1, 4, 3456),
+        _case("flash-csa-fp8", 3456, 1, 4, 3456, kv_format="fp8"),
+        _case("flash-hca", 3456, 1, 128, 3456),
+        _case("flash-hca-fp8", 3456, 1, 128, 3456, kv_format="fp8"),
+        _case("flash-index", 3456, 1, 4, 3456, c=128, store="index"),
+        _case("flash-index-fp4", 3456, 1, 4, 3456, c=128, store="index", kv_format="fp4"),
+        _case("flash-csa-t8", 8, 8, 4, 4099),
+        _case("flash-hca-t8", 8, 8, 128, 4223),
+        _case("flash-index-t8", 8, 8, 4, 4099, c=128, store="index"),
     ),
     bytes_moved=lambda c: 8 * c["T"] * c["c"] * (2 if c["ratio"] == CSA_RATIO else 1),
 )  # fmt: skip

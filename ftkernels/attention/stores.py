@@ -39,7 +39,8 @@ def normed_row(x, weight_ptr, eps, D: tl.constexpr, BLOCK_D: tl.constexpr, DTYPE
     """RMSNorm with a weight."""
     offs_d = tl.arange(0, BLOCK_D)
     weight = tl.load(weight_ptr + offs_d, mask=offs_d < D, other=0.0).to(tl.float32)
-    scale = tl.rsqrt(tl.sum(x * x, axis=0) / D + eps)
+    # products spelled as fma do not fuse into the sum
+    scale = tl.rsqrt(tl.sum(tl.fma(x, x, 0.0), axis=0) / D + eps)
     return rounded(x * scale * weight, DTYPE)
 
 
