@@ -10,7 +10,13 @@ PIP_FLAGS := -c constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_IN
 THREADS := OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
 WORKERS ?= 2
 
-.PHONY: serve test setup lint test-gpu compile-sm89 bench-decode
+# versions that test-triton runs besides the pinned one; TESTS are the interpreted files, and K is a
+# pytest expression that narrows these and the compiles
+TRITONS ?= 3.6.0 3.8.0 3.9.0
+TESTS ?= tests/ftkernels
+K ?=
+
+.PHONY: serve test setup lint test-gpu test-triton compile-sm89 bench-decode
 
 .venv/.ok-%: pyproject.toml constraints.txt
 	@[ "$$(uname -s)-$$(uname -m)" = Linux-x86_64 ] || { \
@@ -37,6 +43,24 @@ test: lint
 
 compile-sm89: .venv/.ok-serve,test
 	$(BIN)/python -m pytest -q -n $(WORKERS) tests/rules/test_compile_sm89.py
+
+# each version lies in a folder of its own, first on PYTHONPATH; .venv keeps the pinned one
+.venv/triton/%/.ok: .venv/.ok-serve,test
+	$(BIN)/python -m pip install -q --no-deps --upgrade --target $(@D) triton==$*
+	touch $@
+
+test-triton: $(TRITONS:%=.venv/triton/%/.ok)
+	@failed=; for version in $(TRITONS); do \
+	  export PYTHONPATH=$(CURDIR)/.venv/triton/$$version; \
+	  $(BIN)/python -c "import triton as t; assert t.__version__ == '$$version', t.__version__" \
+	  && echo "triton $$version, interpreted" \
+	  && $(THREADS) TRITON_INTERPRET=1 $(BIN)/python -m pytest -q -n $(WORKERS) \
+	    $(if $(K),-k '$(K)') $(TESTS) \
+	  && echo "triton $$version, compiled for sm_89" \
+	  && $(THREADS) $(BIN)/python -m pytest -q -n $(WORKERS) \
+	    $(if $(K),-k '$(K)') tests/rules/test_compile_sm89.py \
+	  || failed="$$failed $$version"; \
+	done; [ -z "$$failed" ] || { echo "failed on triton$$failed"; exit 1; }
 
 # installs nothing: PYTHON is any interpreter that has torch with CUDA, triton and pytest
 test-gpu:
