@@ -222,7 +222,8 @@ def rotate(
     if out.dtype == torch.float32 and _complex_view_exists(out, kept):
         torch.view_as_complex(pairs).mul_(turn)
         return out
-    turned = torch.view_as_complex(pairs.float()) * turn
+    pairs32 = pairs.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+    turned = torch.view_as_complex(pairs32) * turn
     pairs.copy_(torch.view_as_real(turned))
     return out
 
