@@ -132,7 +132,8 @@ def _pool_csa(
         old_ptrs = ring_ptr + (position % _RING) * stride_sr + offs_w
         value = tl.where(is_old, tl.load(old_ptrs, mask=is_old, other=0.0), value)
         z = tl.where(is_old, tl.load(old_ptrs + stride_sb, mask=is_old, other=0.0), z)
-    z += tl.load(ape_ptr + (offs_i % _CSA) * stride_ap + offs_w, mask=offs_c < C, other=0.0)
+    ape_ptrs = ape_ptr + (offs_i % _CSA).to(tl.int64) * stride_ap + offs_w
+    z += tl.load(ape_ptrs, mask=offs_c < C, other=0.0)
     if OLD:
         # the slots before the first token do not exist
         z = tl.where(position >= 0, z, float("-inf"))
@@ -273,7 +274,7 @@ def hca_kernel(
         old_ptrs = state_ptrs + ((start + 1) % 2) * stride_sb
         top = tl.load(old_ptrs, mask=is_open, other=float("-inf"))
         total = tl.load(old_ptrs + stride_sr, mask=is_open, other=0.0)
-        mixed = tl.load(old_ptrs + 2 * stride_sr, mask=is_open, other=0.0)
+        mixed = tl.load(old_ptrs + stride_sr + stride_sr, mask=is_open, other=0.0)
         # stages of copies run ahead of the chain of sums, which goes token by token
         for p in tl.range(start, stop, num_stages=STAGES):
             top, total, mixed = _advance(
@@ -292,4 +293,4 @@ def hca_kernel(
             new_ptrs = state_ptrs + ((end + 1) % 2) * stride_sb
             tl.store(new_ptrs, top, mask=mask_c)
             tl.store(new_ptrs + stride_sr, total, mask=mask_c)
-            tl.store(new_ptrs + 2 * stride_sr, mixed, mask=mask_c)
+            tl.store(new_ptrs + stride_sr + stride_sr, mixed, mask=mask_c)

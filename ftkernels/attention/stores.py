@@ -30,6 +30,11 @@ INDEX_GROUP = tl.constexpr(32)
 
 
 @triton.jit
+def _wide(n):
+    return tl.full((), n, tl.int64)
+
+
+@triton.jit
 def rounded(x, DTYPE: tl.constexpr):
     return x.to(DTYPE).to(tl.float32)
 
@@ -134,7 +139,8 @@ def store_packed_row(x, page_ptr, row, num_rows):
     tl.store(tail_ptr + (offs_d - VALUES), x.to(tl.bfloat16), mask=offs_d >= VALUES)
     offs_g = tl.arange(0, 8)
     code = tl.where(offs_g < VALUES // KV_GROUP, code, 0)
-    tl.store(page_ptr + num_rows * DATA + row * SCALES + offs_g, code.to(tl.uint8))
+    scale_ptr = page_ptr + _wide(num_rows) * DATA + row * SCALES
+    tl.store(scale_ptr + offs_g, code.to(tl.uint8))
 
 
 @triton.jit
@@ -144,7 +150,7 @@ def load_packed_row(page_ptr, row, num_rows, live):
     data_ptr = page_ptr + row * DATA
     in_values = (offs_d < VALUES) & live
     values = tl.load(data_ptr + offs_d, mask=in_values, other=0).to(tl.float8e4nv, bitcast=True)
-    scale_ptr = page_ptr + num_rows * DATA + row * SCALES
+    scale_ptr = page_ptr + _wide(num_rows) * DATA + row * SCALES
     code = tl.load(scale_ptr + offs_d // KV_GROUP, mask=in_values, other=0).to(tl.int32)
     tail_ptr = (data_ptr + VALUES).to(tl.pointer_type(tl.bfloat16), bitcast=True)
     tail = tl.load(tail_ptr + (offs_d - VALUES), mask=(offs_d >= VALUES) & live, other=0.0)
@@ -159,5 +165,5 @@ def store_index_row(x, page_ptr, row, num_rows):
     low, high = tl.split(tl.reshape(tl_e2m1_encode(values), (64, 2)))
     packed = (low | (high << 4)).to(tl.uint8)
     tl.store(page_ptr + row * NIBBLES + tl.arange(0, 64), packed)
-    scale_ptr = page_ptr + num_rows * NIBBLES + row * INDEX_SCALES
+    scale_ptr = page_ptr + _wide(num_rows) * NIBBLES + row * INDEX_SCALES
     tl.store(scale_ptr + tl.arange(0, 4), code.to(tl.uint8))
