@@ -18,6 +18,7 @@ from ftruntime.engine.loop import EngineLoop, MonotonicClock
 from ftruntime.engine.runner import BatchBuilder
 from ftruntime.facts import probe
 from ftruntime.kvcache.storage import KVStorage
+from ftruntime.model.attention import scratch_bytes
 from ftruntime.model.config import ModelConfig
 from ftruntime.model.numerics import Numerics
 from ftruntime.model.transformer import Transformer
@@ -89,9 +90,20 @@ def make_executor(model: Transformer, plan: Plan, *, kv_format: str = "bf16") ->
     )  # fmt: skip
     builder = BatchBuilder(
         num_rows=plan.max_running + 1, max_pages=-(-plan.max_model_len // PAGE_TOKENS),
-        device=model.device,
+        device=model.device, scratch=_scratch(model, plan),
     )  # fmt: skip
     return DeviceExecutor(model, storage, builder)
+
+
+def _scratch(model: Transformer, plan: Plan) -> torch.Tensor | None:
+    """One scratch for all steps, which run one after another; references take none."""
+    if plan.kind == "cpu" and not ftkernels.backend.interpreted():
+        return None
+    num_bytes = scratch_bytes(
+        model.config, num_tokens=plan.chunk_tokens, num_seqs=plan.max_running,
+        max_positions=plan.max_model_len,
+    )  # fmt: skip
+    return torch.zeros(num_bytes, dtype=torch.uint8, device=model.device)
 
 
 def _warm_up(executor: DeviceExecutor, plan: Plan) -> None:

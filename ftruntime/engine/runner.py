@@ -15,12 +15,17 @@ class BatchBuilder:
         num_rows: rows of the request table.
         max_pages: logical pages of the longest sequence.
         device: where batches go; the tables themselves stay on the host.
+        scratch: of the attention ops, handed to every batch.
     """
 
-    def __init__(self, *, num_rows: int, max_pages: int, device: torch.device) -> None:
+    def __init__(
+        self, *, num_rows: int, max_pages: int, device: torch.device,
+        scratch: torch.Tensor | None = None,
+    ) -> None:  # fmt: skip
         self._window = torch.full((num_rows, max_pages), -1, dtype=torch.int32)
         self._rows = torch.full((num_rows, max_pages), -1, dtype=torch.int32)
         self._device = device
+        self._scratch = scratch
 
     def build(self, plan: StepPlan) -> ForwardBatch:
         """Take in the plan's new pages and lay out its tokens, back to back."""
@@ -53,6 +58,7 @@ class BatchBuilder:
             block_table=_rows_of(self._rows, rows, used).to(self._device),
             state_index=numbers[2 * count + 1 :],
             is_decode=plan.kind == "decode",
+            scratch=self._scratch,
         )
 
     def _assign(self, seq: SeqPlan) -> None:

@@ -14,6 +14,7 @@ from ftruntime.model.compressor import Compressor, Indexer, Tables
 from ftruntime.model.config import ModelConfig
 from ftruntime.model.linear import Fp8Linear, Fp32Linear, columns
 from ftruntime.model.numerics import Numerics
+from ftruntime.types import PAGE_TOKENS
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,7 @@ class Attention:
                 q, kv.window, batch.window_block_table, batch.seq_lens, softmax_scale=scale,
                 sink=self.sink, window=self.config.sliding_window, cmp_kv=rows,
                 block_table=block_table, compress_ratio=self.ratio, index_topk=picks,
-                kv_format=kv.kv_format, cos=tables[0], sin=tables[1],
+                kv_format=kv.kv_format, cos=tables[0], sin=tables[1], scratch=batch.scratch,
             )  # fmt: skip
         else:
             out = ftkernels.mla_prefill(
@@ -127,3 +128,28 @@ class Attention:
             )  # fmt: skip
         assert isinstance(out, torch.Tensor)
         return out
+
+
+def scratch_bytes(
+    config: ModelConfig, *, num_tokens: int, num_seqs: int, max_positions: int
+) -> int:
+    """Scratch that serves the attention ops of any step, one after another.
+
+    Args:
+        num_tokens: most new tokens of a step.
+        num_seqs: most sequences of a decode step.
+        max_positions: length of the longest sequence.
+    """
+    sizes, pages = [0], -(-max_positions // PAGE_TOKENS)
+    for ratio in set(config.compress_ratios):
+        rows = pages * (PAGE_TOKENS // ratio) if ratio else 0
+        topk = config.index_topk if ratio == 4 else 0
+        mixed = ftkernels.scratch_bytes(
+            "mla_decode", S=num_seqs, H=config.num_attention_heads, D=config.head_dim,
+            ratio=ratio, topk=topk, rows=rows, window=config.sliding_window,
+        )  # fmt: skip
+        sizes.append(mixed)
+        if ratio == 4:
+            most = max(num_tokens, num_seqs)
+            sizes.append(ftkernels.scratch_bytes("index_select", T=most, rows=rows, topk=topk))
+    return max(sizes)

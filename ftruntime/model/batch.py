@@ -19,6 +19,7 @@ class ForwardBatch:
         window_block_table, block_table: ``[S, max_pages]`` int32 by logical page, -1 for none.
         state_index: ``[S]`` int32, carry row of each sequence.
         is_decode: one new token a sequence, attention by ``mla_decode``.
+        scratch: as ``attention.scratch_bytes`` says, zero at first; None where references run.
     """
 
     token_ids: torch.Tensor
@@ -30,6 +31,7 @@ class ForwardBatch:
     block_table: torch.Tensor
     state_index: torch.Tensor
     is_decode: bool
+    scratch: torch.Tensor | None = None
 
     @property
     def path(self) -> str:

@@ -87,5 +87,5 @@ class Indexer:
         return ftkernels.index_select(
             q, head_weights, pool.rows, batch.block_table, batch.cu_seqlens,
             batch.seq_lens, topk=config.index_topk, index_format=pool.kv_format,
-            scores="fp8" if self.numerics.round_trips else "exact",
+            scores="fp8" if self.numerics.round_trips else "exact", scratch=batch.scratch,
         )  # fmt: skip
