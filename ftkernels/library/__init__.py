@@ -73,8 +73,9 @@ def _fake(overload: Overload) -> Callable[..., Any]:
     """What the operator returns, of the right form and unwritten."""
     signature, forms = inspect.signature(overload.op), RESULTS[overload.op.__name__]
 
-    def fake(*args: Any, x_scale: torch.Tensor | None = None, **kwargs: Any) -> Any:
-        bound = signature.bind(*args, **kwargs)
+    def fake(*args: Any, **kwargs: Any) -> Any:
+        own = {name: x for name, x in kwargs.items() if name in signature.parameters}
+        bound = signature.bind(*args, **own)
         bound.apply_defaults()
         given = SimpleNamespace(**bound.arguments)
         first = next((x for x in args if isinstance(x, torch.Tensor)), None)

@@ -52,7 +52,6 @@ SMALL = [
     for index, case in enumerate(spec.cases)
     if case is spec.cases[0] or _num_bytes(spec, case) < LARGEST_BYTES
 ]
-FIRST = [pytest.param(spec, spec.cases[0], id=spec.name) for spec in SPECS.values()]
 
 
 def _inputs(spec, case):
