@@ -1,7 +1,7 @@
 """Join partial attention results over disjoint keys, and apply the sink once.
 
 ``out = sum_i exp(lse_i - m) partial_i / (sum_i exp(lse_i - m) + exp(sink - m))``, fp32, in split
-order.
+order, with ``m`` the largest ``lse``: a sink far above it leaves the joint ``lse`` as it is.
 """
 
 from __future__ import annotations
@@ -101,18 +101,17 @@ def _merge(
 ) -> Merged:  # fmt: skip
     size = result.shape
     largest = lse.amax(dim=0) if lse.shape[0] else lse.new_full(size[:2], float("-inf"))
-    joint = largest if sink is None else torch.maximum(largest, sink)
-    joint = torch.where(joint.isinf(), torch.zeros_like(joint), joint)
-    weights = torch.exp(lse - joint)
-    keys, mixed = joint.new_zeros(size[:2]), joint.new_zeros(size)
+    largest = torch.where(largest.isinf(), torch.zeros_like(largest), largest)
+    weights = torch.exp(lse - largest)
+    keys, mixed = largest.new_zeros(size[:2]), largest.new_zeros(size)
     for split in range(lse.shape[0]):
         keys += weights[split]
         live = weights[split, :, :, None]
         mixed += torch.where(live > 0, partial[split] * live, 0.0)
-    denominator = keys if sink is None else keys + torch.exp(sink - joint)
+    denominator = keys if sink is None else keys + torch.exp(sink - largest)
     result.copy_(mixed / torch.where(denominator > 0, denominator, 1.0)[:, :, None])
     if total is not None:
-        total.copy_(torch.log(keys) + joint)
+        total.copy_(torch.log(keys) + largest)
     return _returned(result, total)
 
 
@@ -150,14 +149,14 @@ class MergeConfig:
 
 def default_config(key: Case) -> MergeConfig:
     """Four channels a thread in one warp, and up to 16 splits under way at a time."""
-    block_d = min(128, triton.next_power_of_2(key["D"]))
+    block_d = max(2, min(128, triton.next_power_of_2(key["D"])))
     return MergeConfig(
         block_n=min(16, triton.next_power_of_2(max(1, key["n"]))), block_d=block_d, num_warps=1
     )
 
 
 def candidates(key: Case, target: Target) -> Iterable[MergeConfig]:
-    width = triton.next_power_of_2(key["D"])
+    width = max(2, triton.next_power_of_2(key["D"]))
     for block_d in sorted({min(width, 128), min(width, 256), min(width, 512)}):
         for num_warps in (1, 2, 4):
             if num_warps == 1 or 128 * num_warps <= block_d:
@@ -183,12 +182,8 @@ def _merge_splits_kernel(
     partial_ptr += token * stride_pt + head * stride_ph
     offs_s = tl.arange(0, BLOCK_S)
     lse_ptrs = lse_ptr + offs_s.to(tl.int64) * stride_ln
-    joint = tl.max(tl.load(lse_ptrs, mask=offs_s < num_splits, other=float("-inf")), 0)
-    sink = float("-inf")
-    if HAS_SINK:
-        sink = tl.load(sink_ptr + head)
-        joint = tl.maximum(joint, sink)
-    joint = tl.where(tl.abs(joint) == float("inf"), 0.0, joint)
+    top = tl.max(tl.load(lse_ptrs, mask=offs_s < num_splits, other=float("-inf")), 0)
+    top = tl.where(tl.abs(top) == float("inf"), 0.0, top)
     keys = 0.0
     mixed = tl.zeros((BLOCK_D,), tl.float32)
     for start in range(0, num_splits, BLOCK_N):
@@ -197,7 +192,7 @@ def _merge_splits_kernel(
             lse = tl.load(
                 lse_ptr + split * stride_ln, mask=split < num_splits, other=float("-inf")
             )
-            weight = tl.exp(lse - joint)
+            weight = tl.exp(lse - top)
             # what an empty split holds is never read: it may be NaN
             live = offs_d < tl.where(weight > 0.0, D, 0)
             part = tl.load(partial_ptr + split * stride_pn + offs_d, mask=live, other=0.0)
@@ -205,12 +200,12 @@ def _merge_splits_kernel(
             mixed = tl.fma(part, weight, mixed)
     below = keys
     if HAS_SINK:
-        below += tl.exp(sink - joint)
+        below += tl.exp(tl.load(sink_ptr + head) - top)
     out = mixed / tl.where(below > 0.0, below, 1.0)
     out_row = out_ptr + token * stride_ot + head * stride_oh
     tl.store(out_row + offs_d, out.to(out_ptr.dtype.element_ty), mask=mask_d)
     if HAS_LSE:
-        logarithm = tl.log(tl.where(keys > 0.0, keys, 1.0)) + joint
+        logarithm = tl.log(tl.where(keys > 0.0, keys, 1.0)) + top
         total = tl.where(keys > 0.0, logarithm, float("-inf"))
         tl.store(total_ptr + token * stride_tt + head, total, mask=tl.program_id(1) == 0)
 

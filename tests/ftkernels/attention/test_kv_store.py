@@ -1,4 +1,10 @@
-"""Stores and loads of both pool formats, against norm, RoPE and round trip in fp64."""
+"""Stores and loads of both pool formats, against norm, RoPE and round trip in fp64.
+
+Mutants tried: no norm, mean over the padded width, no eps, norm or rotation unrounded, rotation
+turned round, the sign of odd-width pairs, position of another token, round trip of every channel,
+groups of 32, rotated channels that raise a scale, slots of -1 written, row of another page, scales
+between the data rows, last scale byte left, page offsets in 32 bits, dead rows read.
+"""
 
 from __future__ import annotations
 
@@ -90,6 +96,35 @@ def test_matches_formula(width, rope, rotated, norm, dtype, device, run):
         call.rows, call.rounded = call.rows[live], call.rounded[live]
         check_rows(pool.cpu().flatten(0, 1)[[5, 0, 2]].double(), call, tripped=tripped)
         assert pool.flatten(0, 1)[[1, 3, 4]].isnan().all(), "no other row is written"
+
+
+@pytest.mark.parametrize("step", ["norm", "rope", "round trip"])
+def test_every_step_rounds_to_the_dtype_of_kv(step, device, run):
+    call = Call(
+        3, 96, 32, dtype=torch.bfloat16, norm=step == "norm", rotated=step == "rope", device=device
+    )
+    pool = empty_pool(1, 3, 96, dtype=torch.float32, device=device)
+    slots = torch.arange(3, device=device)
+    run(store_kv, call.kv, pool, slots, round_trip=step == "round trip", **call.kwargs)
+    assert torch.equal(pool, pool.bfloat16().float())
+
+
+def test_eps_counts(device, run):
+    kv, weight = randn(2, 80, device=device, scale=1e-3), torch.ones(80, device=device)
+    pool, slots = empty_pool(1, 2, 80, dtype=torch.float32, device=device), torch.arange(2)
+    run(store_kv, kv, pool, slots.to(device), norm_weight=weight, eps=0.25)
+    x = kv.cpu().double()
+    x *= torch.rsqrt(x.square().mean(1, keepdim=True) + 0.25)
+    assert_close(pool[0].cpu().double(), x, row_tol=1e-5)
+
+
+def test_rotated_channels_raise_no_scale(device, run):
+    kv = randn(2, 80, device=device)
+    kv[:, 56:] *= 1e7
+    pool, slots = empty_pool(1, 2, 80, dtype=torch.float32, device=device), torch.arange(2)
+    run(store_kv, kv, pool, slots.to(device), rope_dim=24, round_trip=True)
+    assert_close(pool[0, :, :56].cpu().double(), round_trip(kv[:, :56].cpu(), 64))
+    assert torch.equal(pool[0, :, 56:], kv[:, 56:])
 
 
 @settings(max_examples=25, deadline=None)
