@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from ftkernels.spec import COUNTER_BYTES
+
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 INTS = (torch.int32, torch.int64)
 Shape = Sequence[int | None]
@@ -218,9 +220,11 @@ def given_scratch(op: str, scratch: torch.Tensor | None, like: object) -> None:
 def scratch(
     op: str, scratch: torch.Tensor | None, num_bytes: int, like: torch.Tensor
 ) -> torch.Tensor:  # fmt: skip
-    """`scratch` after checking it, or a new zeroed one of `num_bytes`."""
+    """`scratch` after checking it, or a new one of `num_bytes` with zeros where counters stand."""
     if scratch is None:
-        return torch.zeros(num_bytes, dtype=torch.uint8, device=like.device)
+        made = torch.empty(num_bytes, dtype=torch.uint8, device=like.device)
+        made[:COUNTER_BYTES].zero_()
+        return made
     _scratch(op, scratch, num_bytes, like)
     return scratch
 

@@ -1,21 +1,42 @@
 """Attention of one token per sequence over the window and the compressed rows.
 
 The same visibility, sink and rotation as ``mla_prefill``; the query stands at ``seq_lens - 1``. A
-sequence's result is a function of its own rows only, alone or batched.
+sequence's tiles, window first, are cut into runs by their own number: a result is a function of its
+own rows only, alone or batched. The last run of a sequence to finish joins them all, in order.
 """
 
 from __future__ import annotations
 
-import torch
+import itertools
+from collections.abc import Iterable
+from dataclasses import dataclass
 
-from ftkernels import check
-from ftkernels.attention.dense import Pools, check_queries, softmax_mix
+import torch
+import triton
+import triton.language as tl
+
+from ftkernels import backend, check, config
+from ftkernels.attention.dense import Pools, check_queries, config_key, softmax_mix
 from ftkernels.attention.merge import outputs
 from ftkernels.attention.prefill import SPEC as _PREFILL
-from ftkernels.attention.prefill import Result
+from ftkernels.attention.prefill import Result, flash_cases, rows_seen
+from ftkernels.attention.tiles import (
+    NEVER,
+    by_row,
+    compressed_tiles,
+    load_rows,
+    normalize,
+    store_rows,
+    unrotate,
+    window_tiles,
+)  # fmt: skip
 from ftkernels.linear.linear import matmul_rows, wide
 from ftkernels.rope.rope import rotate
-from ftkernels.spec import Case, Inputs, KernelSpec
+from ftkernels.spec import COUNTER_BYTES, Case, Inputs, KernelSpec
+from ftkernels.target import Target
+
+_LOG2_E = 1.4426950408889634
+_MOST_BLOCKS = 256  # of one sequence: twice the SMs of the largest card in mind
 
 
 def mla_decode(
@@ -52,14 +73,22 @@ def mla_decode(
     Raises:
         TypeError, ValueError: an argument outside the contract, by name.
     """
-    if scratch is not None:
-        check.given_scratch("mla_decode", scratch, q)
-    return mla_decode_reference(
-        q, window_kv, window_block_table, seq_lens, softmax_scale=softmax_scale, sink=sink,
-        window=window, cmp_kv=cmp_kv, block_table=block_table, compress_ratio=compress_ratio,
-        index_topk=index_topk, kv_format=kv_format, cos=cos, sin=sin, return_lse=return_lse,
-        num_splits=num_splits, out=out,
+    check.given_scratch("mla_decode", scratch, q)
+    pools = _checked(
+        q, window_kv, window_block_table, seq_lens, softmax_scale, sink, window, cmp_kv,
+        block_table, compress_ratio, index_topk, kv_format, cos, sin, num_splits,
     )  # fmt: skip
+    if backend.use_reference(q):
+        return _decode(
+            q, pools, seq_lens, softmax_scale, sink, index_topk, cos, sin, return_lse, out
+        )
+    result, lse = _outputs(q, pools, seq_lens, sink, index_topk, cos, sin, return_lse, out)
+    if result.numel():
+        _launch(
+            q, pools, seq_lens, softmax_scale, sink, index_topk, cos, sin, num_splits, result, lse,
+            scratch,
+        )  # fmt: skip
+    return result if lse is None else (result, lse)
 
 
 def mla_decode_reference(
@@ -72,6 +101,20 @@ def mla_decode_reference(
     num_splits: int | None = None, out: Result | None = None,
 ) -> Result:  # fmt: skip
     """The definition in plain torch, one sequence after another."""
+    pools = _checked(
+        q, window_kv, window_block_table, seq_lens, softmax_scale, sink, window, cmp_kv,
+        block_table, compress_ratio, index_topk, kv_format, cos, sin, num_splits,
+    )  # fmt: skip
+    return _decode(q, pools, seq_lens, softmax_scale, sink, index_topk, cos, sin, return_lse, out)
+
+
+def _checked(
+    q: torch.Tensor, window_kv: torch.Tensor, window_block_table: torch.Tensor,
+    seq_lens: torch.Tensor, softmax_scale: float, sink: torch.Tensor | None, window: int,
+    cmp_kv: torch.Tensor | None, block_table: torch.Tensor | None, compress_ratio: int,
+    index_topk: torch.Tensor | None, kv_format: str, cos: torch.Tensor | None,
+    sin: torch.Tensor | None, num_splits: int | None,
+) -> Pools:  # fmt: skip
     op = "mla_decode"
     check_queries(op, q, "[S, H, D]", sink, cos, sin, softmax_scale)
     count = q.shape[0]
@@ -87,6 +130,27 @@ def mla_decode_reference(
     if index_topk is not None:
         check.tensor(op, "index_topk", index_topk, (torch.int32,), (count, None), "[S, topk]", q)
         check.require(cmp_kv is not None, f"{op}: index_topk is given without cmp_kv")
+    return pools
+
+
+def _outputs(
+    q: torch.Tensor, pools: Pools, seq_lens: torch.Tensor, sink: torch.Tensor | None,
+    index_topk: torch.Tensor | None, cos: torch.Tensor | None, sin: torch.Tensor | None,
+    return_lse: bool, out: Result | None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+    size = (q.shape[0], q.shape[1], q.shape[2])
+    inputs = (
+        pools.window_kv, pools.window_block_table, seq_lens, sink, pools.cmp_kv,
+        pools.block_table, index_topk, cos, sin,
+    )  # fmt: skip
+    return outputs("mla_decode", out, size, q, q.dtype, return_lse, inputs)
+
+
+def _decode(
+    q: torch.Tensor, pools: Pools, seq_lens: torch.Tensor, softmax_scale: float,
+    sink: torch.Tensor | None, index_topk: torch.Tensor | None, cos: torch.Tensor | None,
+    sin: torch.Tensor | None, return_lse: bool, out: Result | None,
+) -> Result:  # fmt: skip
     lengths = seq_lens.tolist()
 
     def attend(s: int) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -97,13 +161,9 @@ def mla_decode_reference(
             mixed = rotate(mixed, position, cos, sin, True, mixed)
         return mixed, total
 
-    if count == 1 and lengths[0] and out is None and not return_lse:
+    if len(lengths) == 1 and lengths[0] and out is None and not return_lse:
         return attend(0)[0].to(q.dtype)
-    size = (q.shape[0], q.shape[1], q.shape[2])
-    inputs = (
-        window_kv, window_block_table, seq_lens, sink, cmp_kv, block_table, index_topk, cos, sin
-    )  # fmt: skip
-    result, lse = outputs(op, out, size, q, q.dtype, return_lse, inputs)
+    result, lse = _outputs(q, pools, seq_lens, sink, index_topk, cos, sin, return_lse, out)
     for s, length in enumerate(lengths):
         if length == 0:
             result[s] = 0.0
@@ -133,6 +193,252 @@ def _attend(
     return softmax_mix(scores, rows, sink, return_lse)
 
 
+@dataclass(frozen=True)
+class DecodeConfig:
+    """Tiles of ``block_rows`` rows against ``block_h`` heads; ``split`` slices of channels."""
+
+    block_h: int
+    block_rows: int
+    split: int
+    num_warps: int
+    num_stages: int
+
+
+def default_config(key: Case) -> DecodeConfig:
+    """Used when no tuned entry fits: tiles of 16 rows, so that one request makes many blocks."""
+    block_h = 8 if key["H"] <= 8 else 16
+    if key["bytes"] == 1:
+        return DecodeConfig(block_h, 16, 8, 4, 2)
+    if key["bytes"] == 4:
+        return DecodeConfig(8, 16, 8, 8, 1)
+    return DecodeConfig(block_h, 16, 4, 4, 2)
+
+
+def candidates(key: Case, target: Target) -> Iterable[DecodeConfig]:
+    split = 8 if key["bytes"] == 1 else 4
+    for block_h, warps, stages in itertools.product((8, 16, 32), (4, 8), (2, 3)):
+        if block_h == 8 or block_h <= key["H"]:
+            yield DecodeConfig(block_h, 16, split, warps, stages)
+
+
+def _most_splits(
+    num_heads: int, window: int, rows: int, num_splits: int | None, cfg: DecodeConfig
+) -> int:
+    """Runs that a launch has room for; ``rows`` compressed rows or picks at most.
+
+    More than a sequence has tiles changes nothing, so that a table's width does not either.
+    """
+    most = num_splits or max(1, _MOST_BLOCKS // triton.cdiv(num_heads, cfg.block_h))
+    return min(most, triton.cdiv(window, cfg.block_rows) + triton.cdiv(rows, cfg.block_rows))
+
+
+def _scratch(
+    *, S: int, H: int, D: int, ratio: int = 0, topk: int = 0, rows: int = 0, window: int = 128,
+    num_splits: int = 0,
+) -> int:  # fmt: skip
+    """``rows`` is what ``block_table`` has room for, ``topk`` the width of ``index_topk``."""
+    cfg = min((default_config({"H": H, "bytes": size}) for size in (1, 2, 4)),
+              key=lambda c: c.block_h)  # fmt: skip
+    splits = _most_splits(H, window, topk or rows, num_splits or None, cfg)
+    return COUNTER_BYTES + 4 * S * splits * H * (D + 2)
+
+
+def _launch(
+    q: torch.Tensor, pools: Pools, seq_lens: torch.Tensor, softmax_scale: float,
+    sink: torch.Tensor | None, index_topk: torch.Tensor | None, cos: torch.Tensor | None,
+    sin: torch.Tensor | None, num_splits: int | None, result: torch.Tensor,
+    lse: torch.Tensor | None, scratch: torch.Tensor | None,
+) -> None:  # fmt: skip
+    op = "mla_decode"
+    count, num_heads, dim = q.shape
+    topk = 0 if index_topk is None else index_topk.shape[1]
+    rows = topk if index_topk is not None else pools.most_rows
+    with backend.on_device(q):
+        cfg = config.lookup(op, config_key(q, pools, topk), default_config)
+        splits = _most_splits(num_heads, pools.window, rows, num_splits, cfg)
+        blocks = triton.cdiv(num_heads, cfg.block_h)
+        check.require(
+            4 * count * blocks <= COUNTER_BYTES,
+            lambda: f"{op}: q is {tuple(q.shape)}, expected at most "
+            f"{COUNTER_BYTES // (4 * blocks)} sequences",
+        )
+        states = 4 * count * splits * num_heads
+        scratch = check.scratch(op, scratch, COUNTER_BYTES + states * (dim + 2), q)
+        mixed, sums = (
+            scratch[begin : begin + size].view(torch.float32)
+            for begin, size in (
+                (COUNTER_BYTES, states * dim), (COUNTER_BYTES + states * dim, 2 * states)
+            )
+        )  # fmt: skip
+        _mla_decode_kernel[(count, splits, blocks)](
+            q, q.stride(0), q.stride(1),
+            *pools.window_arguments(),
+            seq_lens,
+            sink,
+            *pools.compressed_arguments(),
+            index_topk, 0 if index_topk is None else index_topk.stride(0),
+            cos, 0 if cos is None else cos.stride(0),
+            sin, 0 if sin is None else sin.stride(0),
+            result, result.stride(0), result.stride(1),
+            lse, 0 if lse is None else lse.stride(0),
+            scratch[:COUNTER_BYTES].view(torch.int32), mixed, sums,
+            num_heads, topk, softmax_scale * _LOG2_E,
+            WINDOW=pools.window, PER_WINDOW=pools.window_kv.shape[1],
+            PER_PAGE=pools.rows_per_page, RATIO=pools.compress_ratio,
+            HAS_PICKS=index_topk is not None, HAS_SINK=sink is not None,
+            HAS_LSE=lse is not None, HALF=0 if cos is None else cos.shape[1],
+            D=dim, D_P2=max(64, triton.next_power_of_2(dim)), SPLIT=cfg.split,
+            NUM_SPLITS=splits, BLOCK_H=cfg.block_h, BLOCK_R=cfg.block_rows,
+            WIDE=cfg.block_h >= 16, PACKED=pools.kv_format == "fp8", DTYPE=pools.operand(q),
+            PRECISION="ieee" if pools.operand(q) == tl.float32 else "tf32",
+            num_warps=cfg.num_warps, num_stages=cfg.num_stages,
+        )  # fmt: skip
+
+
+@triton.jit
+def _join_runs(
+    mixed_ptr, sums_ptr, first, used, heads, live, num_heads, D: tl.constexpr, D_P2: tl.constexpr
+):  # fmt: skip
+    """State of runs ``[first, first + used)`` together, in order; ``mixed`` is ``[1, R, D_P2]``."""
+    sums_ptr += heads
+    top = tl.full(heads.shape, NEVER, tl.float32)
+    for run in range(0, used):
+        tops = sums_ptr + (first + run) * 2 * num_heads
+        top = tl.maximum(top, tl.load(tops, mask=live, other=NEVER, cache_modifier=".cg"))
+    total = tl.zeros(heads.shape, tl.float32)
+    mixed = tl.zeros((1, heads.shape[0], D_P2), tl.float32)
+    offs_d = tl.arange(0, D_P2)[None, None, :]
+    mask = live[None, :, None] & (offs_d < D)
+    for run in range(0, used):
+        tops = sums_ptr + (first + run) * 2 * num_heads
+        mine = tl.load(tops, mask=live, other=NEVER, cache_modifier=".cg")
+        sums = tl.load(tops + num_heads, mask=live, other=0.0, cache_modifier=".cg")
+        rows = (((first + run) * num_heads + heads) * D)[None, :, None]
+        part = tl.load(mixed_ptr + rows + offs_d, mask=mask, other=0.0, cache_modifier=".cg")
+        decay = tl.exp2(mine - top)
+        total += sums * decay
+        mixed += part * decay[None, :, None]
+    return top, total, mixed
+
+
+@triton.jit
+def _finish(
+    top, total, mixed, heads, live, position, sink_ptr, cos_ptr, stride_cos, sin_ptr, stride_sin,
+    out_ptr, stride_oh, lse_ptr,
+    D: tl.constexpr, D_P2: tl.constexpr, HALF: tl.constexpr, HAS_SINK: tl.constexpr,
+    HAS_LSE: tl.constexpr, SPLIT: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Sink, rotation and store of one sequence's heads."""
+    scale, lse = normalize(top, total, sink_ptr, heads, live, HAS_SINK)
+    if HAS_LSE:
+        tl.store(lse_ptr + heads, lse, mask=live)
+    out = mixed * by_row(scale, WIDE)
+    if HALF > 0:
+        out = unrotate(
+            out, position + heads * 0, live & (position >= 0), cos_ptr, stride_cos, sin_ptr,
+            stride_sin, D, HALF, SPLIT, WIDE,
+        )  # fmt: skip
+    rows = heads.to(tl.int64) * stride_oh
+    store_rows(out_ptr, rows, live, out.to(out_ptr.dtype.element_ty), D, D_P2, SPLIT, WIDE)
+
+
+@triton.jit
+def _mla_decode_kernel(
+    q_ptr, stride_qs, stride_qh,  # [S, H, D]
+    window_ptr, window_tail_ptr, window_scale_ptr, stride_wp, stride_wr,  # [pages, P, D]
+    window_table_ptr, stride_wt,  # [S, max_wpages]
+    lens_ptr,  # [S]
+    sink_ptr,  # [H]
+    cmp_ptr, cmp_tail_ptr, cmp_scale_ptr, stride_cp, stride_cr,  # [pages, Rc, D]
+    table_ptr, stride_bt,  # [S, max_pages]
+    picks_ptr, stride_kt,  # [S, topk]
+    cos_ptr, stride_cos,  # [max_positions, HALF]
+    sin_ptr, stride_sin,  # [max_positions, HALF]
+    out_ptr, stride_os, stride_oh,  # [S, H, D]
+    lse_ptr, stride_ls,  # [S, H]
+    counters_ptr,  # [S, head blocks]
+    mixed_ptr,  # [S, NUM_SPLITS, H, D]
+    sums_ptr,  # [S, NUM_SPLITS, 2, H]: top, total
+    num_heads, topk, factor,
+    WINDOW: tl.constexpr, PER_WINDOW: tl.constexpr, PER_PAGE: tl.constexpr, RATIO: tl.constexpr,
+    HAS_PICKS: tl.constexpr, HAS_SINK: tl.constexpr, HAS_LSE: tl.constexpr, HALF: tl.constexpr,
+    D: tl.constexpr, D_P2: tl.constexpr, SPLIT: tl.constexpr, NUM_SPLITS: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr, WIDE: tl.constexpr, PACKED: tl.constexpr,
+    DTYPE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    DIM: tl.constexpr = D_P2 // SPLIT
+    WINDOW_TILES: tl.constexpr = (WINDOW + BLOCK_R - 1) // BLOCK_R
+    seq, run = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    length = tl.load(lens_ptr + seq)
+    heads = tl.program_id(2) * BLOCK_H + tl.arange(0, BLOCK_H)
+    live = heads < num_heads
+    # window tiles end with the query; those before the sequence do not exist
+    low, start = tl.maximum(length - WINDOW, 0), length - WINDOW_TILES * BLOCK_R
+    first = (low - start) // BLOCK_R
+    in_window = tl.where(length > 0, WINDOW_TILES - first, 0)
+    tiles, most = in_window, 0
+    if RATIO > 0:
+        most = length // RATIO
+        if HAS_PICKS:
+            tiles += tl.where(length > 0, tl.cdiv(topk, BLOCK_R), 0)
+        else:
+            tiles += tl.cdiv(most, BLOCK_R)
+    per_run = tl.maximum(tl.cdiv(tiles, NUM_SPLITS), 1)
+    used = tl.maximum(tl.cdiv(tiles, per_run), 1)
+    if run >= used:
+        return
+    begin = run * per_run
+    end = tl.minimum(begin + per_run, tiles)
+    rows = seq * stride_qs + heads.to(tl.int64) * stride_qh
+    q = load_rows(q_ptr, rows, live, D, D_P2, SPLIT, WIDE).to(DTYPE)
+    top = tl.full((BLOCK_H,), NEVER, tl.float32)
+    total = tl.zeros((BLOCK_H,), tl.float32)
+    mixed = tl.zeros((SPLIT, BLOCK_H, DIM) if WIDE else (SPLIT, DIM, BLOCK_H), tl.float32)
+    top, total, mixed = window_tiles(
+        first + begin, first + tl.minimum(end, in_window), start, low, length, heads,
+        q, top, total, mixed, factor, window_ptr, window_tail_ptr, window_scale_ptr,
+        stride_wp, stride_wr, window_table_ptr + seq * stride_wt,
+        WINDOW, PER_WINDOW, D, D_P2, SPLIT, BLOCK_R, True, False, WIDE, PACKED, DTYPE, PRECISION,
+    )  # fmt: skip
+    if RATIO > 0:
+        if HAS_PICKS:
+            picks_ptr += seq * stride_kt
+        top, total, mixed = compressed_tiles(
+            tl.maximum(begin - in_window, 0), end - in_window, heads, most, picks_ptr, topk,
+            q, top, total, mixed, factor, cmp_ptr, cmp_tail_ptr, cmp_scale_ptr,
+            stride_cp, stride_cr, table_ptr + seq * stride_bt,
+            PER_PAGE, HAS_PICKS, D, D_P2, SPLIT, BLOCK_R, True, WIDE, PACKED, DTYPE, PRECISION,
+        )  # fmt: skip
+    out_ptr += seq * stride_os
+    if HAS_LSE:
+        lse_ptr += seq * stride_ls
+    if NUM_SPLITS == 1:
+        _finish(
+            top, total, mixed, heads, live, length - 1, sink_ptr, cos_ptr, stride_cos, sin_ptr,
+            stride_sin, out_ptr, stride_oh, lse_ptr, D, D_P2, HALF, HAS_SINK, HAS_LSE, SPLIT, WIDE,
+        )  # fmt: skip
+    else:
+        first_run = seq * NUM_SPLITS
+        tops = sums_ptr + (first_run + run) * 2 * num_heads + heads
+        tl.store(tops, top, mask=live)
+        tl.store(tops + num_heads, total, mask=live)
+        rows = ((first_run + run) * num_heads + heads) * D
+        store_rows(mixed_ptr, rows, live, mixed, D, D_P2, SPLIT, WIDE)
+        # all threads' states are in memory before the run counts as finished
+        tl.debug_barrier()
+        counter = counters_ptr + seq * tl.num_programs(2) + tl.program_id(2)
+        if tl.atomic_add(counter, 1, sem="acq_rel") == used - 1:
+            tl.store(counter, 0)
+            joint_top, joint_total, joint = _join_runs(
+                mixed_ptr, sums_ptr, first_run, used, heads, live, num_heads, D, D_P2
+            )
+            _finish(
+                joint_top, joint_total, joint, heads, live, length - 1, sink_ptr, cos_ptr,
+                stride_cos, sin_ptr, stride_sin, out_ptr, stride_oh, lse_ptr, D, D_P2, HALF,
+                HAS_SINK, HAS_LSE, 1, True,
+            )  # fmt: skip
+
+
 def _inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
     sequences, length = case["S"], case["length"]
     one = {**case, "T": 1, "pos0": length - 1}
@@ -146,15 +452,16 @@ def _inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
 
 
 SPEC = KernelSpec(
-    op=mla_decode, reference=mla_decode_reference, kernel=False, inputs=_inputs, grows="S",
-    tolerance=5e-3, scratch=lambda **dims: 0,
+    op=mla_decode, reference=mla_decode_reference, default=default_config,
+    candidates=candidates, inputs=_inputs, tolerance=5e-3, scratch=_scratch,
     cases=(
         {"name": "small", "S": 2, "H": 2, "D": 128, "length": 300, "ratio": 4, "topk": 16},
-        {"name": "flash-tp8-swa", "S": 1, "H": 8, "D": 512, "length": 4096, "ratio": 0},
-        {"name": "flash-tp8-hca", "S": 1, "H": 8, "D": 512, "length": 4096, "ratio": 128},
-        {"name": "flash-tp8-csa", "S": 1, "H": 8, "D": 512, "length": 4096, "ratio": 4,
-         "topk": 512},
+        {"name": "exact-csa", "S": 1, "H": 8, "D": 512, "length": 300, "ratio": 4, "topk": 40,
+         "fp32": 1},
+        {"name": "flash-tp8-hca-fp8", "S": 1, "H": 8, "D": 512, "length": 4096, "ratio": 128,
+         "kv_format": "fp8"},
+        *flash_cases({"S": 1, "length": 4096}),
     ),
-    bytes_moved=lambda c: 2 * c["S"] * (min(c["length"], 128) + c.get("topk", 0)) * c["D"],
-    flops=lambda c: 4 * c["S"] * c["H"] * c["D"] * (128 + c.get("topk", 0)),
+    bytes_moved=lambda c: 2 * c["S"] * c["D"] * (rows_seen(c, c["length"] - 1) + 2 * c["H"]),
+    flops=lambda c: 4 * c["S"] * c["H"] * c["D"] * rows_seen(c, c["length"] - 1),
 )  # fmt: skip

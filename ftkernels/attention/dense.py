@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+import triton.language as tl
 
 from ftkernels import check
 from ftkernels.attention.pools import check_pool, read_rows
 from ftkernels.linear.linear import matmul_rows, wide
+
+_OPERANDS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 class Pools(NamedTuple):
@@ -42,6 +45,34 @@ class Pools(NamedTuple):
             ratio = self.compress_ratio
             check.require(ratio >= 1, lambda: f"{op}: compress_ratio is {ratio}, expected >= 1")
 
+    @property
+    def rows_per_page(self) -> int:
+        """Rows of a compressed page; 1 when there are none."""
+        return 1 if self.cmp_kv is None else self.cmp_kv.shape[1]
+
+    @property
+    def most_rows(self) -> int:
+        """Compressed rows that the block table has room for."""
+        return 0 if self.block_table is None else self.block_table.shape[1] * self.rows_per_page
+
+    def operand(self, q: torch.Tensor) -> tl.dtype:
+        """What the products are computed in: the 16-bit type that all rows share, else fp32."""
+        if self.kv_format != "bf16":
+            return tl.bfloat16
+        compressed = self.window_kv if self.cmp_kv is None else self.cmp_kv
+        types = {q.dtype, self.window_kv.dtype, compressed.dtype}
+        return _OPERANDS.get(types.pop(), tl.float32) if len(types) == 1 else tl.float32
+
+    def window_arguments(self) -> tuple[Any, ...]:
+        """Pool and table of the window as a kernel takes them."""
+        return *_pool_arguments(self.window_kv, self.kv_format), *_table(self.window_block_table)
+
+    def compressed_arguments(self) -> tuple[Any, ...]:
+        """Pool and table of the compressed rows as a kernel takes them."""
+        if self.cmp_kv is None or self.block_table is None:
+            return (None, None, None, 0, 0, None, 0)
+        return *_pool_arguments(self.cmp_kv, self.kv_format), *_table(self.block_table)
+
     def window_rows(self, s: int, positions: torch.Tensor) -> torch.Tensor:
         """Rows at ``positions [n]``, fp32; zeros where the page is -1 or the position negative."""
         size = self.window_kv.shape[1]
@@ -67,6 +98,26 @@ class Pools(NamedTuple):
         assert self.block_table is not None
         size = self.cmp_kv.shape[1]
         return _gather(self.cmp_kv, self.block_table[s], numbers, size, self.kv_format)
+
+
+def _pool_arguments(pool: torch.Tensor, kv_format: str) -> tuple[Any, ...]:
+    """Rows, and of packed ones the rotated channels and the scales, then two strides."""
+    if kv_format == "bf16":
+        return pool, None, None, pool.stride(0), pool.stride(1)
+    views = (pool.view(dtype) for dtype in (torch.float8_e4m3fn, torch.bfloat16, torch.int64))
+    return *views, pool.stride(0), pool.stride(1)
+
+
+def _table(table: torch.Tensor) -> tuple[torch.Tensor, int]:
+    return table, table.stride(0)
+
+
+def config_key(q: torch.Tensor, pools: Pools, topk: int) -> dict[str, int]:
+    """Sizes that choose a config: none that batch mates change, so that bits do not either."""
+    return {
+        "H": q.shape[1], "D": q.shape[2], "ratio": pools.compress_ratio, "topk": topk,
+        "bytes": pools.window_kv.element_size(),
+    }  # fmt: skip
 
 
 def _gather(

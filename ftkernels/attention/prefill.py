@@ -3,25 +3,45 @@ value.
 
 Visible: window rows ``max(0, p-window+1)..p`` and compressed rows ``j < (p+1)//ratio``, or exactly
 the entries ``>= 0`` of ``index_topk``. The sink is in the denominator only; ``lse`` is over the
-keys. Query blocks and key ranges are aligned to absolute positions, so that the cut of a prompt
-into chunks does not change a bit.
+keys. Query blocks and tiles of rows stand at places that a query's position alone decides, so that
+the cut of a prompt into chunks does not change a bit.
+Numerics: fp32 scores, softmax, sums and rotation, one rounding of the result; probabilities take
+the rows' dtype before the value product.
 """
 
 from __future__ import annotations
 
-import torch
+import itertools
+from collections.abc import Iterable
+from dataclasses import dataclass
 
-from ftkernels import check
-from ftkernels.attention.dense import Pools, check_queries, softmax_mix
+import torch
+import triton
+import triton.language as tl
+
+from ftkernels import backend, check, config
+from ftkernels.attention.dense import Pools, check_queries, config_key, softmax_mix
 from ftkernels.attention.merge import outputs
 from ftkernels.attention.pools import empty_pool
 from ftkernels.attention.ragged import sequences
+from ftkernels.attention.tiles import (
+    NEVER,
+    by_row,
+    compressed_tiles,
+    load_rows,
+    normalize,
+    store_rows,
+    unrotate,
+    window_tiles,
+)  # fmt: skip
 from ftkernels.linear.linear import matmul_rows, wide
 from ftkernels.rope.rope import rotate
 from ftkernels.spec import Case, Inputs, KernelSpec
+from ftkernels.target import Target
 from ftkernels.testing import randn
 
 _QUERY_BLOCK = 64
+_LOG2_E = 1.4426950408889634
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
@@ -59,14 +79,22 @@ def mla_prefill(
     Raises:
         TypeError, ValueError: an argument outside the contract, by name.
     """
-    if scratch is not None:
-        check.given_scratch("mla_prefill", scratch, q)
-    return mla_prefill_reference(
-        q, window_kv, window_block_table, cu_seqlens, seq_lens, softmax_scale=softmax_scale,
-        sink=sink, window=window, cmp_kv=cmp_kv, block_table=block_table,
-        compress_ratio=compress_ratio, index_topk=index_topk, kv_format=kv_format, cos=cos,
-        sin=sin, return_lse=return_lse, out=out,
+    check.given_scratch("mla_prefill", scratch, q)
+    pools, result, lse = _checked(
+        q, window_kv, window_block_table, cu_seqlens, seq_lens, softmax_scale, sink, window,
+        cmp_kv, block_table, compress_ratio, index_topk, kv_format, cos, sin, return_lse, out,
     )  # fmt: skip
+    if result.numel() == 0:
+        pass
+    elif backend.use_reference(q):
+        _prefill(
+            q, pools, cu_seqlens, seq_lens, softmax_scale, sink, index_topk, cos, sin, result, lse
+        )
+    else:
+        _launch(
+            q, pools, cu_seqlens, seq_lens, softmax_scale, sink, index_topk, cos, sin, result, lse
+        )
+    return result if lse is None else (result, lse)
 
 
 def mla_prefill_reference(
@@ -79,6 +107,24 @@ def mla_prefill_reference(
     out: Result | None = None,
 ) -> Result:  # fmt: skip
     """The definition in plain torch, block by block of each sequence."""
+    pools, result, lse = _checked(
+        q, window_kv, window_block_table, cu_seqlens, seq_lens, softmax_scale, sink, window,
+        cmp_kv, block_table, compress_ratio, index_topk, kv_format, cos, sin, return_lse, out,
+    )  # fmt: skip
+    _prefill(
+        q, pools, cu_seqlens, seq_lens, softmax_scale, sink, index_topk, cos, sin, result, lse
+    )
+    return result if lse is None else (result, lse)
+
+
+def _checked(
+    q: torch.Tensor, window_kv: torch.Tensor, window_block_table: torch.Tensor,
+    cu_seqlens: torch.Tensor, seq_lens: torch.Tensor, softmax_scale: float,
+    sink: torch.Tensor | None, window: int, cmp_kv: torch.Tensor | None,
+    block_table: torch.Tensor | None, compress_ratio: int, index_topk: torch.Tensor | None,
+    kv_format: str, cos: torch.Tensor | None, sin: torch.Tensor | None, return_lse: bool,
+    out: Result | None,
+) -> tuple[Pools, torch.Tensor, torch.Tensor | None]:  # fmt: skip
     op = "mla_prefill"
     check_queries(op, q, "[T, H, D]", sink, cos, sin, softmax_scale)
     check.tensor(op, "seq_lens", seq_lens, (torch.int32,), (None,), "[S]", q)
@@ -97,7 +143,15 @@ def mla_prefill_reference(
         window_kv, window_block_table, cu_seqlens, seq_lens, sink, cmp_kv, block_table,
         index_topk, cos, sin,
     )  # fmt: skip
-    result, lse = outputs(op, out, size, q, q.dtype, return_lse, inputs)
+    return pools, *outputs(op, out, size, q, q.dtype, return_lse, inputs)
+
+
+def _prefill(
+    q: torch.Tensor, pools: Pools, cu_seqlens: torch.Tensor, seq_lens: torch.Tensor,
+    softmax_scale: float, sink: torch.Tensor | None, index_topk: torch.Tensor | None,
+    cos: torch.Tensor | None, sin: torch.Tensor | None, result: torch.Tensor,
+    lse: torch.Tensor | None,
+) -> None:  # fmt: skip
     result.zero_()
     if lse is not None:
         lse.fill_(float("-inf"))
@@ -109,7 +163,7 @@ def mla_prefill_reference(
             rows = slice(begin + lo - pos0, begin + hi - pos0)
             picks = None if index_topk is None else index_topk[rows]
             mixed, total = _attend(
-                q[rows], pools, s, block, lo, picks, softmax_scale, sink, return_lse
+                q[rows], pools, s, block, lo, picks, softmax_scale, sink, lse is not None
             )
             if cos is not None and sin is not None:
                 positions = torch.arange(lo, hi, device=q.device)
@@ -117,7 +171,6 @@ def mla_prefill_reference(
             result[rows] = mixed.to(q.dtype)
             if lse is not None and total is not None:
                 lse[rows] = total
-    return (result, lse) if lse is not None else result
 
 
 def _attend(
@@ -161,14 +214,221 @@ def _padded(q: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.pad(q, (0, 0, 0, max(0, 4 - q.shape[1])))
 
 
+@dataclass(frozen=True)
+class PrefillConfig:
+    """Tiles of ``block_window`` and ``block_rows`` rows against ``block_q * block_h`` queries.
+
+    ``split`` slices of channels; from 16 queries on the queries stand on the MMA's long side.
+    """
+
+    block_q: int
+    block_h: int
+    block_window: int
+    block_rows: int
+    split: int
+    num_warps: int
+    num_stages: int
+
+
+def default_config(key: Case) -> PrefillConfig:
+    """Used when no tuned entry fits.
+
+    One query with its picks, or whole blocks of 16 rows of queries where rows are shared; 32 rows
+    from 32 heads on, which halves what is read.
+    """
+    block_h = min(triton.next_power_of_2(key["H"]), 32)
+    if key["bytes"] == 1:
+        return _packed_config(max(block_h, 8))
+    if key["bytes"] == 4:
+        return PrefillConfig(1, max(block_h, 8), 16, 16, 8, 8, 1)
+    if block_h < 16 and not key["topk"]:
+        return PrefillConfig(16 // block_h, block_h, 16, 16, 4, 4, 3)
+    if block_h < 16:
+        return PrefillConfig(1, 8, 32, 32, 4, 4, 3)
+    return PrefillConfig(1, block_h, 16, 32 if key["topk"] and block_h == 16 else 16, 4, 4, 3)
+
+
+def _packed_config(block_h: int) -> PrefillConfig:
+    if block_h < 16:
+        return PrefillConfig(1, block_h, 32, 32, 8, 4, 2)
+    return PrefillConfig(1, block_h, 16, 16, 8, 8 if block_h == 32 else 4, 2)
+
+
+def candidates(key: Case, target: Target) -> Iterable[PrefillConfig]:
+    split = 8 if key["bytes"] == 1 else 4
+    most = triton.next_power_of_2(key["H"])
+    for block_q, block_h in itertools.product((1, 2, 4, 16), (1, 2, 4, 8, 16, 32)):
+        queries = block_q * block_h
+        if block_h > max(most, 8) or not 8 <= queries <= 32 or (key["topk"] and block_q > 1):
+            continue
+        for rows, warps, stages in itertools.product((16, 32), (4, 8), (2, 3)):
+            yield PrefillConfig(block_q, block_h, rows, rows, split, warps, stages)
+
+
+def _launch(
+    q: torch.Tensor, pools: Pools, cu_seqlens: torch.Tensor, seq_lens: torch.Tensor,
+    softmax_scale: float, sink: torch.Tensor | None, index_topk: torch.Tensor | None,
+    cos: torch.Tensor | None, sin: torch.Tensor | None, result: torch.Tensor,
+    lse: torch.Tensor | None,
+) -> None:  # fmt: skip
+    num_tokens, num_heads, dim = q.shape
+    num_seqs, ratio = seq_lens.shape[0], pools.compress_ratio
+    topk = 0 if index_topk is None else index_topk.shape[1]
+    with backend.on_device(q):
+        cfg = config.lookup("mla_prefill", config_key(q, pools, topk), default_config)
+        blocks = triton.cdiv(num_tokens, cfg.block_q)
+        if cfg.block_q > 1:
+            # a sequence may begin and end inside a block
+            blocks = min(num_tokens, blocks + 2 * (num_seqs + 1))
+        queries = cfg.block_q * cfg.block_h
+        _mla_prefill_kernel[(blocks, triton.cdiv(num_heads, cfg.block_h))](
+            q, q.stride(0), q.stride(1),
+            *pools.window_arguments(),
+            cu_seqlens, seq_lens,
+            sink,
+            *pools.compressed_arguments(),
+            index_topk, 0 if index_topk is None else index_topk.stride(0),
+            cos, 0 if cos is None else cos.stride(0),
+            sin, 0 if sin is None else sin.stride(0),
+            result, result.stride(0), result.stride(1),
+            lse, 0 if lse is None else lse.stride(0),
+            num_tokens, num_seqs, num_heads, topk, softmax_scale * _LOG2_E,
+            WINDOW=pools.window, PER_WINDOW=pools.window_kv.shape[1],
+            PER_PAGE=pools.rows_per_page, RATIO=ratio, HAS_PICKS=index_topk is not None,
+            HAS_SINK=sink is not None, HAS_LSE=lse is not None,
+            HALF=0 if cos is None else cos.shape[1],
+            D=dim, D_P2=max(64, triton.next_power_of_2(dim)), SPLIT=cfg.split,
+            BLOCK_S=max(2, triton.next_power_of_2(num_seqs + 1)), BLOCK_Q=cfg.block_q,
+            BLOCK_H=cfg.block_h, BLOCK_W=cfg.block_window, BLOCK_R=cfg.block_rows,
+            WIDE=queries >= 16, PACKED=pools.kv_format == "fp8", DTYPE=pools.operand(q),
+            PRECISION="ieee" if pools.operand(q) == tl.float32 else "tf32",
+            num_warps=cfg.num_warps, num_stages=cfg.num_stages,
+        )  # fmt: skip
+
+
+@triton.jit
+def _find_block(
+    pid, cu_ptr, lens_ptr, num_seqs, num_tokens, BLOCK_S: tl.constexpr, BLOCK_Q: tl.constexpr
+):  # fmt: skip
+    """Sequence of query block ``pid``, and its first query: sequence ``num_seqs`` is of rows that
+    belong to none, ``num_seqs + 1`` says that there is no such block."""
+    offs = tl.arange(0, BLOCK_S)
+    is_seq = offs < num_seqs
+    begin = tl.load(cu_ptr + offs, mask=offs <= num_seqs, other=0)
+    end = tl.where(is_seq, tl.load(cu_ptr + offs + 1, mask=is_seq, other=0), num_tokens)
+    count = tl.where(offs <= num_seqs, end - begin, 0)
+    length = tl.load(lens_ptr + offs, mask=is_seq, other=0)
+    pos0 = tl.where(length > 0, length - count, 0)
+    blocks = tl.cdiv(pos0 + count, BLOCK_Q) - pos0 // BLOCK_Q
+    ends = tl.cumsum(tl.where(count > 0, blocks, 0), 0)
+    seq = tl.minimum(tl.sum((ends <= pid).to(tl.int32), 0), num_seqs + 1)
+    mine = offs == seq
+    block = pid - tl.sum(tl.where(mine, ends - blocks, 0), 0)
+    first = (tl.sum(tl.where(mine, pos0, 0), 0) // BLOCK_Q + block) * BLOCK_Q
+    return seq, first
+
+
+@triton.jit
+def _mla_prefill_kernel(
+    q_ptr, stride_qt, stride_qh,  # [T, H, D]
+    window_ptr, window_tail_ptr, window_scale_ptr, stride_wp, stride_wr,  # [pages, P, D]
+    window_table_ptr, stride_wt,  # [S, max_wpages]
+    cu_ptr, lens_ptr,  # [S+1], [S]
+    sink_ptr,  # [H]
+    cmp_ptr, cmp_tail_ptr, cmp_scale_ptr, stride_cp, stride_cr,  # [pages, Rc, D]
+    table_ptr, stride_bt,  # [S, max_pages]
+    picks_ptr, stride_kt,  # [T, topk]
+    cos_ptr, stride_cos,  # [max_positions, HALF]
+    sin_ptr, stride_sin,  # [max_positions, HALF]
+    out_ptr, stride_ot, stride_oh,  # [T, H, D]
+    lse_ptr, stride_lt,  # [T, H]
+    num_tokens, num_seqs, num_heads, topk, factor,
+    WINDOW: tl.constexpr, PER_WINDOW: tl.constexpr, PER_PAGE: tl.constexpr, RATIO: tl.constexpr,
+    HAS_PICKS: tl.constexpr, HAS_SINK: tl.constexpr, HAS_LSE: tl.constexpr, HALF: tl.constexpr,
+    D: tl.constexpr, D_P2: tl.constexpr, SPLIT: tl.constexpr, BLOCK_S: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_R: tl.constexpr,
+    WIDE: tl.constexpr, PACKED: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    DIM: tl.constexpr = D_P2 // SPLIT
+    R: tl.constexpr = BLOCK_Q * BLOCK_H
+    ONE: tl.constexpr = BLOCK_Q == 1
+    seq, block = _find_block(
+        tl.program_id(0), cu_ptr, lens_ptr, num_seqs, num_tokens, BLOCK_S, BLOCK_Q
+    )
+    if seq > num_seqs:
+        return
+    begin = tl.load(cu_ptr + seq)
+    end, length = num_tokens, 0
+    if seq < num_seqs:
+        end, length = tl.load(cu_ptr + seq + 1), tl.load(lens_ptr + seq)
+    count = end - begin
+    pos0 = tl.where(length > 0, length - count, 0)
+    # queries [from, to) of the block are this call's; a sequence of no length sees nothing
+    low = tl.maximum(block, pos0)
+    high = tl.where(length > 0, tl.minimum(block + BLOCK_Q, length), 0)
+    offs_r = tl.arange(0, R)
+    positions = block + offs_r // BLOCK_H
+    heads = tl.program_id(1) * BLOCK_H + offs_r % BLOCK_H
+    live = (positions >= pos0) & (positions < pos0 + count) & (heads < num_heads)
+    tokens = (begin - pos0 + positions).to(tl.int64)
+    q = load_rows(
+        q_ptr, tokens * stride_qt + heads.to(tl.int64) * stride_qh, live, D, D_P2, SPLIT, WIDE
+    ).to(DTYPE)
+    top = tl.full((R,), NEVER, tl.float32)
+    total = tl.zeros((R,), tl.float32)
+    mixed = tl.zeros((SPLIT, R, DIM) if WIDE else (SPLIT, DIM, R), tl.float32)
+    seq_row = tl.minimum(seq, num_seqs - 1).to(tl.int64)
+    low = tl.maximum(low - WINDOW + 1, 0)
+    if ONE:
+        # tiles end with the query itself
+        TILES: tl.constexpr = (WINDOW + BLOCK_W - 1) // BLOCK_W
+        start = high - TILES * BLOCK_W
+        first = (low - start) // BLOCK_W
+    else:
+        start, first = low // BLOCK_W * BLOCK_W, 0
+    top, total, mixed = window_tiles(
+        first, tl.where(high > 0, tl.cdiv(high - start, BLOCK_W), 0), start, low, high, positions,
+        q, top, total, mixed, factor, window_ptr, window_tail_ptr, window_scale_ptr,
+        stride_wp, stride_wr, window_table_ptr + seq_row * stride_wt,
+        WINDOW, PER_WINDOW, D, D_P2, SPLIT, BLOCK_W, ONE, not ONE and PER_WINDOW % BLOCK_W == 0,
+        WIDE, PACKED, DTYPE, PRECISION,
+    )  # fmt: skip
+    if RATIO > 0:
+        most = high // RATIO
+        last = tl.cdiv(most, BLOCK_R)
+        if HAS_PICKS:
+            last = tl.where(high > 0, tl.cdiv(topk, BLOCK_R), 0)
+            picks_ptr += (begin - pos0 + block).to(tl.int64) * stride_kt
+        top, total, mixed = compressed_tiles(
+            0, last, (positions + 1) // RATIO, most, picks_ptr, topk, q, top, total, mixed, factor,
+            cmp_ptr, cmp_tail_ptr, cmp_scale_ptr, stride_cp, stride_cr,
+            table_ptr + seq_row * stride_bt,
+            PER_PAGE, HAS_PICKS, D, D_P2, SPLIT, BLOCK_R, ONE, WIDE, PACKED, DTYPE, PRECISION,
+        )  # fmt: skip
+    scale, lse = normalize(top, total, sink_ptr, heads, live, HAS_SINK)
+    if HAS_LSE:
+        tl.store(lse_ptr + tokens * stride_lt + heads, lse, mask=live)
+    out = mixed * by_row(scale, WIDE)
+    if HALF > 0:
+        out = unrotate(
+            out, positions, live & (length > 0), cos_ptr, stride_cos, sin_ptr, stride_sin,
+            D, HALF, SPLIT, WIDE,
+        )  # fmt: skip
+    store_rows(
+        out_ptr, tokens * stride_ot + heads.to(tl.int64) * stride_oh, live,
+        out.to(out_ptr.dtype.element_ty), D, D_P2, SPLIT, WIDE,
+    )  # fmt: skip
+
+
 def _inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
     tokens, heads, dim, ratio = case["T"], case["H"], case["D"], case["ratio"]
     length = case["pos0"] + tokens
     pages, kv_format = -(-length // 128), case.get("kv_format", "bf16")
-    q = randn(tokens, heads, dim, dtype=torch.bfloat16, device=device, seed=seed)
+    dtype = torch.float32 if case.get("fp32") else torch.bfloat16
+    q = randn(tokens, heads, dim, dtype=dtype, device=device, seed=seed)
 
     def pool(rows: int) -> torch.Tensor:
-        made = empty_pool(pages + 1, rows, dim, kv_format=kv_format, device=device)
+        made = empty_pool(pages + 1, rows, dim, kv_format=kv_format, dtype=dtype, device=device)
         if made.device.type != "meta" and kv_format == "bf16":
             made.copy_(randn(*made.shape, dtype=made.dtype, seed=seed + rows))
         return made
@@ -176,9 +436,11 @@ def _inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
     table = torch.arange(1, pages + 1, dtype=torch.int32)[None].to(device)
     bounds = torch.tensor([0, tokens], dtype=torch.int32).to(device)
     lens = torch.tensor([length], dtype=torch.int32).to(device)
+    rope = min(64, dim // 4)
+    angles = randn(length, rope // 2 if kv_format == "bf16" else 32, device=device, seed=seed + 2)
     kwargs: dict[str, object] = {
         "softmax_scale": dim**-0.5, "sink": randn(heads, device=device, seed=seed + 1),
-        "kv_format": kv_format,
+        "kv_format": kv_format, "cos": angles.cos(), "sin": angles.sin(),
     }  # fmt: skip
     if ratio:
         kwargs |= {"cmp_kv": pool(128 // ratio), "block_table": table, "compress_ratio": ratio}
@@ -188,17 +450,47 @@ def _inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
     return (q, pool(128), table, bounds, lens), kwargs
 
 
+def rows_seen(case: Case, position: int) -> int:
+    """Rows that the query at ``position`` sees."""
+    ratio, extra = case["ratio"], 0
+    if ratio:
+        extra = (position + 1) // ratio
+    if "topk" in case:
+        extra = min(extra, case["topk"])
+    return min(position + 1, 128) + extra
+
+
+def flash_cases(size: Case) -> tuple[Case, ...]:
+    """The model's layers under 8, 4, 2 and 1 cards; ``size`` has the counts of tokens."""
+    layers: tuple[tuple[str, Case], ...] = (
+        ("swa", {"ratio": 0}), ("hca", {"ratio": 128}), ("csa", {"ratio": 4, "topk": 512}),
+        ("csa-fp8", {"ratio": 4, "topk": 512, "kv_format": "fp8"}),
+    )  # fmt: skip
+    return tuple(
+        {"name": f"flash-tp{tp}-{name}", **size, "H": 64 // tp, "D": 512, **layer}
+        for tp in (8, 4, 2, 1)
+        for name, layer in layers
+    )
+
+
+def _queries(case: Case) -> range:
+    return range(case["pos0"], case["pos0"] + case["T"])
+
+
 SPEC = KernelSpec(
-    op=mla_prefill, reference=mla_prefill_reference, kernel=False, inputs=_inputs, grows="T",
-    tolerance=5e-3, scratch=lambda **dims: 0,
+    op=mla_prefill, reference=mla_prefill_reference, default=default_config,
+    candidates=candidates, inputs=_inputs, tolerance=5e-3, scratch=lambda **dims: 0,
     cases=(
         {"name": "small-csa", "T": 5, "H": 2, "D": 128, "pos0": 300, "ratio": 4, "topk": 16},
-        {"name": "small-hca", "T": 5, "H": 2, "D": 128, "pos0": 300, "ratio": 128},
-        {"name": "flash-tp8-swa", "T": 3456, "H": 8, "D": 512, "pos0": 3456, "ratio": 0},
-        {"name": "flash-tp8-hca", "T": 3456, "H": 8, "D": 512, "pos0": 3456, "ratio": 128},
-        {"name": "flash-tp8-csa", "T": 3456, "H": 8, "D": 512, "pos0": 3456, "ratio": 4,
-         "topk": 512},
+        {"name": "small-hca", "T": 5, "H": 2, "D": 64, "pos0": 300, "ratio": 128},
+        {"name": "exact-csa", "T": 3, "H": 8, "D": 512, "pos0": 300, "ratio": 4, "topk": 40,
+         "fp32": 1},
+        {"name": "flash-tp8-hca-fp8", "T": 3456, "H": 8, "D": 512, "pos0": 3456, "ratio": 128,
+         "kv_format": "fp8"},
+        *flash_cases({"T": 3456, "pos0": 3456}),
     ),
-    bytes_moved=lambda c: 4 * c["T"] * c["H"] * c["D"],
-    flops=lambda c: 4 * c["T"] * c["H"] * c["D"] * (128 + c.get("topk", 0)),
+    bytes_moved=lambda c: 4 * c["T"] * c["H"] * c["D"] + 2 * c["D"] * rows_seen(
+        c, c["pos0"] + c["T"] - 1
+    ),
+    flops=lambda c: 4 * c["H"] * c["D"] * sum(rows_seen(c, p) for p in _queries(c)),
 )  # fmt: skip
