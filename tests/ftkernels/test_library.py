@@ -33,6 +33,7 @@ SPECS = {spec.name: spec for spec in ftkernels.registry()}
 OVERLOADS = {
     f"{name}.{one.name or 'default'}": one for name in SPECS for one in overloads(SPECS[name].op)
 }
+CHECKED = [x for x in OVERLOADS if x.endswith(".default") or not backend.interpreted()]
 WRITTEN = {
     "rms_norm": {"residual"}, "store_kv": {"pool"}, "compress_kv": {"state", "pool"},
     "moe_fp4": {"routed_out"},
@@ -177,7 +178,7 @@ def test_operators_do_what_the_functions_do_and_write_what_they_say(name):
             assert not torch.equal(_bits(bound[argument]), _bits(before[argument])), argument
 
 
-@pytest.mark.parametrize("name", OVERLOADS)
+@pytest.mark.parametrize("name", CHECKED)
 def test_opcheck(name):
     op, which = name.split(".")
     spec = SPECS[op]
