@@ -36,6 +36,7 @@ from ftkernels.spec import COUNTER_BYTES, Case, Inputs, KernelSpec
 from ftkernels.target import Target
 
 _LOG2_E = 1.4426950408889634
+_TILE = 16  # rows
 _MOST_BLOCKS = 256  # of one sequence: twice the SMs of the largest card in mind
 
 
@@ -65,7 +66,8 @@ def mla_decode(
         return_lse: also give ``lse [S, H]`` fp32.
         num_splits: upper bound of the runs a sequence's tiles are cut into.
         out: ``[S, H, D]``, a pair with ``return_lse``.
-        scratch: uint8, ``scratch_bytes("mla_decode")`` long.
+        scratch: as ``scratch_bytes("mla_decode", S=.., H=.., D=.., topk=.., rows=..)`` says, ``rows``
+            being what ``block_table`` holds; allocated when omitted.
 
     Returns:
         ``[S, H, D]`` in the dtype of ``q`` (and ``lse [S, H]`` fp32).
@@ -195,51 +197,44 @@ def _attend(
 
 @dataclass(frozen=True)
 class DecodeConfig:
-    """Tiles of ``block_rows`` rows against ``block_h`` heads; ``split`` slices of channels."""
+    """``block_h`` heads a block, from 16 on the long side of the MMA; ``split`` channel slices."""
 
     block_h: int
-    block_rows: int
     split: int
     num_warps: int
     num_stages: int
 
 
 def default_config(key: Case) -> DecodeConfig:
-    """Used when no tuned entry fits: tiles of 16 rows, so that one request makes many blocks."""
+    """Used when no tuned entry fits."""
     block_h = 8 if key["H"] <= 8 else 16
-    if key["bytes"] == 1:
-        return DecodeConfig(block_h, 16, 8, 4, 2)
     if key["bytes"] == 4:
-        return DecodeConfig(8, 16, 8, 8, 1)
-    return DecodeConfig(block_h, 16, 4, 4, 2)
+        return DecodeConfig(8, 8, 8, 1)
+    return DecodeConfig(block_h, 8 if key["bytes"] == 1 else 4, 4, 2)
 
 
 def candidates(key: Case, target: Target) -> Iterable[DecodeConfig]:
     split = 8 if key["bytes"] == 1 else 4
     for block_h, warps, stages in itertools.product((8, 16, 32), (4, 8), (2, 3)):
         if block_h == 8 or block_h <= key["H"]:
-            yield DecodeConfig(block_h, 16, split, warps, stages)
+            yield DecodeConfig(block_h, split, warps, stages)
 
 
-def _most_splits(
-    num_heads: int, window: int, rows: int, num_splits: int | None, cfg: DecodeConfig
-) -> int:
+def _most_splits(num_heads: int, window: int, rows: int, num_splits: int | None) -> int:
     """Runs that a launch has room for; ``rows`` compressed rows or picks at most.
 
     More than a sequence has tiles changes nothing, so that a table's width does not either.
     """
-    most = num_splits or max(1, _MOST_BLOCKS // triton.cdiv(num_heads, cfg.block_h))
-    return min(most, triton.cdiv(window, cfg.block_rows) + triton.cdiv(rows, cfg.block_rows))
+    most = num_splits or max(1, _MOST_BLOCKS // triton.cdiv(num_heads, 8 if num_heads <= 8 else 16))
+    return min(most, triton.cdiv(window, _TILE) + triton.cdiv(rows, _TILE))
 
 
 def _scratch(
-    *, S: int, H: int, D: int, ratio: int = 0, topk: int = 0, rows: int = 0, window: int = 128,
+    *, S: int, H: int, D: int, topk: int = 0, rows: int = 0, window: int = 128,
     num_splits: int = 0,
 ) -> int:  # fmt: skip
-    """``rows`` is what ``block_table`` has room for, ``topk`` the width of ``index_topk``."""
-    cfg = min((default_config({"H": H, "bytes": size}) for size in (1, 2, 4)),
-              key=lambda c: c.block_h)  # fmt: skip
-    splits = _most_splits(H, window, topk or rows, num_splits or None, cfg)
+    """``topk`` is the width of ``index_topk``, without picks ``rows`` what the table holds."""
+    splits = _most_splits(H, window, topk or rows, num_splits or None)
     return COUNTER_BYTES + 4 * S * splits * H * (D + 2)
 
 
@@ -255,7 +250,7 @@ def _launch(
     rows = topk if index_topk is not None else pools.most_rows
     with backend.on_device(q):
         cfg = config.lookup(op, config_key(q, pools, topk), default_config)
-        splits = _most_splits(num_heads, pools.window, rows, num_splits, cfg)
+        splits = _most_splits(num_heads, pools.window, rows, num_splits)
         blocks = triton.cdiv(num_heads, cfg.block_h)
         check.require(
             4 * count * blocks <= COUNTER_BYTES,
@@ -288,7 +283,7 @@ def _launch(
             HAS_PICKS=index_topk is not None, HAS_SINK=sink is not None,
             HAS_LSE=lse is not None, HALF=0 if cos is None else cos.shape[1],
             D=dim, D_P2=max(64, triton.next_power_of_2(dim)), SPLIT=cfg.split,
-            NUM_SPLITS=splits, BLOCK_H=cfg.block_h, BLOCK_R=cfg.block_rows,
+            NUM_SPLITS=splits, BLOCK_H=cfg.block_h, BLOCK_R=_TILE,
             WIDE=cfg.block_h >= 16, PACKED=pools.kv_format == "fp8", DTYPE=pools.operand(q),
             PRECISION="ieee" if pools.operand(q) == tl.float32 else "tf32",
             num_warps=cfg.num_warps, num_stages=cfg.num_stages,

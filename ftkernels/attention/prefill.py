@@ -70,7 +70,7 @@ def mla_prefill(
         cos, sin: rope tables; the result is rotated back by the query's position.
         return_lse: also give ``lse [T, H]`` fp32.
         out: ``[T, H, D]``, a pair with ``return_lse``.
-        scratch: uint8, ``scratch_bytes("mla_prefill")`` long.
+        scratch: accepted, and none is needed.
 
     Returns:
         ``[T, H, D]`` in the dtype of ``q`` (and ``lse``). Rows of no sequence are zero, ``lse``

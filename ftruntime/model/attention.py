@@ -146,7 +146,7 @@ def scratch_bytes(
         topk = config.index_topk if ratio == 4 else 0
         mixed = ftkernels.scratch_bytes(
             "mla_decode", S=num_seqs, H=config.num_attention_heads, D=config.head_dim,
-            ratio=ratio, topk=topk, rows=rows, window=config.sliding_window,
+            topk=topk, rows=rows, window=config.sliding_window,
         )  # fmt: skip
         sizes.append(mixed)
         if ratio == 4:

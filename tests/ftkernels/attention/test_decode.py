@@ -166,7 +166,7 @@ def test_scratch_of_the_caller(run):
     anything. One byte less than what ``scratch_bytes`` says is refused."""
     case = ones([300, 129], 3, 4, 24)
     args, kwargs = case.decode()
-    size = scratch_bytes("mla_decode", S=2, H=3, D=64, ratio=4, topk=24)
+    size = scratch_bytes("mla_decode", S=2, H=3, D=64, topk=24)
     scratch = torch.full((size,), 0x7F, dtype=torch.uint8)
     scratch[:COUNTER_BYTES] = 0
     for _ in range(2):
@@ -176,7 +176,7 @@ def test_scratch_of_the_caller(run):
 
 
 def test_scratch_of_other_layers():
-    for sizes in ({}, {"ratio": 128, "rows": 1024}, {"num_splits": 5, "ratio": 128, "rows": 1024}):
+    for sizes in ({}, {"rows": 1024}, {"num_splits": 5, "rows": 1024}):
         one = scratch_bytes("mla_decode", S=1, H=8, D=512, **sizes)
         four = scratch_bytes("mla_decode", S=4, H=8, D=512, **sizes)
         assert COUNTER_BYTES < one < four
