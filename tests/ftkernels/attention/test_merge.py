@@ -1,8 +1,8 @@
 """Merging of split results against softmax over all keys at once, in fp64.
 
-Mutants tried: no sink, the sink once a split, lse with the sink, empty splits read, a plain mean, the
-largest lse not taken out or infinite, 0 / 0, another head's lse, last split dropped, split offsets in
-32 bits, sums that depend on how many splits are under way.
+Mutants tried: no sink, the sink once a split, lse with the sink, empty splits read, a plain mean,
+the largest lse not taken out or infinite, 0 / 0, another head's lse, last split dropped, split
+offsets in 32 bits, sums that depend on how many splits are under way.
 """
 
 from __future__ import annotations
