@@ -1,21 +1,45 @@
 """Row selection of the lightning indexer: the best visible rows by ``sum_h w_h * relu(q_h . k)``.
 
-Numerics: fp32 sums over operands that are exact in FP8 once round-tripped, so both ``scores`` modes
-select the same rows here. Equal scores at the cut: the lower row stays.
+Numerics: fp32 sums of exact products. With ``scores="fp8"`` operands on the FP4 grid go through
+FP8 products without loss, and whatever does not fit them through fp32, as with ``"exact"``.
+Equal scores at the cut: the lower row stays. NaN scores count as -inf.
+
+One launch. Few queries: blocks over row ranges of each, and the last to arrive selects. Many: each
+block takes two neighbouring queries at a time, scores a chunk of rows for both and merges it into
+their best rows so far, so that scratch does not grow with either size.
 """
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Iterable
+from dataclasses import dataclass
 
-from ftkernels import check
-from ftkernels.attention.pools import check_index_pool, empty_pool, read_index_rows
+import torch
+import triton
+import triton.language as tl
+
+from ftkernels import backend, check, config
+from ftkernels.attention import topk as best
+from ftkernels.attention.index_scores import any_lost, load_query, rescore_rows, score_rows
+from ftkernels.attention.pools import (
+    INDEX_GROUP,
+    check_index_pool,
+    empty_pool,
+    read_index_rows,
+    write_index_rows,
+)
 from ftkernels.attention.ragged import sequences
 from ftkernels.linear.linear import matmul_rows
-from ftkernels.spec import Case, Inputs, KernelSpec
+from ftkernels.quant.round_trip import quant_round_trip_reference as quant_round_trip
+from ftkernels.spec import COUNTER_BYTES, Case, Inputs, KernelSpec
+from ftkernels.target import Target
 from ftkernels.testing import randn
 
 _SCORE_BYTES = 64 << 20
+_SCRATCH_BYTES = 64 << 20
+_MAX_CHUNK = 4096
+_FEW_QUERIES = 128  # up to here blocks share a query
+_BLOCKS = 256
 
 
 def index_select(
@@ -34,29 +58,65 @@ def index_select(
         cu_seqlens, seq_lens: ``[S+1]``, ``[S]`` int32.
         topk: rows kept; all ``V = (pos+1)//compress_ratio`` visible ones while ``V <= topk``.
         index_format: "bf16" (rows in the dtype of ``index_k``) or "fp4" (packed).
-        scores: "fp8" (operands on the FP4 grid) or "exact" (fp32).
+        scores: "fp8" (made for operands on the FP4 grid) or "exact" (fp32).
+        scratch: as ``scratch_bytes("index_select", T=.., rows=max_pages*Rc, topk=..)`` says,
+            at most 64 MiB unless ``topk`` itself needs more; allocated when omitted.
 
     Returns:
         ``[T, topk]`` int32: the rows, ascending, then -1.
 
     Raises:
         TypeError, ValueError: an argument outside the contract, by name.
+
+    Graph-safe when ``out`` and ``scratch`` are given: no allocation, no host sync. One launch.
     """
-    if scratch is not None:
-        check.given_scratch("index_select", scratch, index_q)
-    return index_select_reference(
-        index_q, index_weights, index_k, block_table, cu_seqlens, seq_lens, topk=topk,
-        compress_ratio=compress_ratio, index_format=index_format, scores=scores, out=out,
+    out = _checked(
+        index_q, index_weights, index_k, block_table, cu_seqlens, seq_lens, topk, compress_ratio,
+        index_format, scores, out,
     )  # fmt: skip
+    num_tokens, num_rows = index_q.shape[0], block_table.shape[1] * index_k.shape[1]
+    num_bytes = scratch_bytes(T=num_tokens, rows=num_rows, topk=topk)
+    if scratch is not None:
+        check.scratch("index_select", scratch, num_bytes, index_q)
+    if num_tokens == 0 or seq_lens.shape[0] == 0:
+        return out.fill_(-1)
+    if backend.use_reference(index_q):
+        return _reference(
+            index_q, index_weights, index_k, block_table, cu_seqlens, seq_lens, topk,
+            compress_ratio, index_format, out,
+        )  # fmt: skip
+    plan = _plan(num_tokens, num_rows, topk)
+    if scratch is None:
+        scratch = torch.empty(num_bytes, dtype=torch.uint8, device=index_q.device)
+        scratch[:COUNTER_BYTES].zero_()
+    words = scratch[COUNTER_BYTES:num_bytes]
+    heads, dim = index_q.shape[1:]
+    cfg = config.lookup("index_select", {"Hi": heads, "Di": dim, "topk": topk}, default_config)
+    kernel, grid = _split_kernel, (num_tokens, plan.splits)
+    if not plan.splits:
+        kernel, grid = _stream_kernel, (triton.cdiv(plan.blocks, cfg.num_queries), 1)
+    with backend.on_device(index_q):
+        kernel[grid](
+            index_q, index_q.stride(0), index_q.stride(1), index_weights, index_weights.stride(0),
+            index_k, index_k.stride(0), index_k.stride(1), block_table, block_table.stride(0),
+            cu_seqlens, seq_lens, out, out.stride(0),
+            scratch[:COUNTER_BYTES].view(torch.int32), words.view(torch.int32),
+            num_tokens, seq_lens.shape[0], compress_ratio, plan.words,
+            TOPK=topk, HI=heads, BLOCK_H=max(16, triton.next_power_of_2(heads)),
+            DI=dim, BLOCK_D=max(32, triton.next_power_of_2(dim)), RC=index_k.shape[1],
+            BLOCK_R=cfg.block_r, CHUNK=cfg.block_c, CAP=best.capacity(topk, cfg.block_c),
+            NQ=cfg.num_queries if not plan.splits else 1,
+            PACKED=index_format == "fp4", EXACT=scores == "exact",
+            num_warps=cfg.num_warps, num_stages=cfg.num_stages, maxnreg=255,
+        )  # fmt: skip
+    return out
 
 
-def index_select_reference(
+def _checked(
     index_q: torch.Tensor, index_weights: torch.Tensor, index_k: torch.Tensor,
-    block_table: torch.Tensor, cu_seqlens: torch.Tensor, seq_lens: torch.Tensor, *, topk: int,
-    compress_ratio: int = 4, index_format: str = "bf16", scores: str = "fp8",
-    out: torch.Tensor | None = None,
+    block_table: torch.Tensor, cu_seqlens: torch.Tensor, seq_lens: torch.Tensor, topk: int,
+    ratio: int, index_format: str, scores: str, out: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
-    """The definition in plain torch."""
     op = "index_select"
     check.tensor(op, "index_q", index_q, check.FLOATS, (None, None, None), "[T, Hi, Di]")
     num_tokens, heads, dim = index_q.shape
@@ -69,21 +129,43 @@ def index_select_reference(
     check.tensor(op, "cu_seqlens", cu_seqlens, ints, (count + 1,), "[S+1]", index_q)
     check.tensor(op, "block_table", block_table, ints, (count, None), "[S, max_pages]", index_q)
     check.number(op, "topk", topk, 1)
-    check.require(
-        compress_ratio >= 1, lambda: f"{op}: compress_ratio is {compress_ratio}, expected >= 1"
-    )
+    check.require(ratio >= 1, lambda: f"{op}: compress_ratio is {ratio}, expected >= 1")
     check.require(
         scores in ("fp8", "exact"),
         lambda: f"{op}: scores is {scores!r}, expected 'fp8' or 'exact'",
     )
     inputs = (index_weights, index_k, block_table, cu_seqlens, seq_lens)
     size = (num_tokens, topk)
-    out = check.output(op, out, size, like=index_q, dtype=torch.int32, inputs=inputs)
+    return check.output(op, out, size, like=index_q, dtype=torch.int32, inputs=inputs)
+
+
+def index_select_reference(
+    index_q: torch.Tensor, index_weights: torch.Tensor, index_k: torch.Tensor,
+    block_table: torch.Tensor, cu_seqlens: torch.Tensor, seq_lens: torch.Tensor, *, topk: int,
+    compress_ratio: int = 4, index_format: str = "bf16", scores: str = "fp8",
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """The definition in plain torch: both ``scores`` modes are fp32 sums."""
+    out = _checked(
+        index_q, index_weights, index_k, block_table, cu_seqlens, seq_lens, topk, compress_ratio,
+        index_format, scores, out,
+    )  # fmt: skip
+    return _reference(
+        index_q, index_weights, index_k, block_table, cu_seqlens, seq_lens, topk,
+        compress_ratio, index_format, out,
+    )  # fmt: skip
+
+
+def _reference(
+    index_q: torch.Tensor, index_weights: torch.Tensor, index_k: torch.Tensor,
+    block_table: torch.Tensor, cu_seqlens: torch.Tensor, seq_lens: torch.Tensor, topk: int,
+    ratio: int, index_format: str, out: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
     out.fill_(-1)
     for s, begin, end, pos0 in sequences(cu_seqlens, seq_lens):
         _select_sequence(
             out[begin:end], index_q[begin:end], index_weights[begin:end], index_k, block_table[s],
-            pos0, topk, compress_ratio, index_format,
+            pos0, topk, ratio, index_format,
         )  # fmt: skip
     return out
 
@@ -131,27 +213,276 @@ def _best_rows(score: torch.Tensor, topk: int) -> torch.Tensor:
     return kept.nonzero()[:, 1].view(-1, topk)
 
 
+@dataclass(frozen=True)
+class Plan:
+    """How a call is laid out: blocks a query, or queries at once and their words of scratch."""
+
+    splits: int
+    blocks: int
+    words: int
+
+
+def _plan(num_tokens: int, num_rows: int, topk: int) -> Plan:
+    if num_rows <= topk:
+        return Plan(splits=1, blocks=0, words=0)  # every query takes what it sees
+    room = (_SCRATCH_BYTES - COUNTER_BYTES) // 4
+    buffer = best.STATE.value + 2 * best.capacity(topk, _MAX_CHUNK)
+    words = buffer + -(-num_rows // _MAX_CHUNK) * _MAX_CHUNK
+    if num_tokens <= _FEW_QUERIES and num_tokens * words <= room:
+        splits = min(-(-_BLOCKS // num_tokens), -(-num_rows // 64))
+        return Plan(splits, num_tokens, words)
+    words = buffer + _MAX_CHUNK
+    return Plan(0, max(2, min(2 * _BLOCKS, num_tokens, room // words) // 2 * 2), words)
+
+
+def scratch_bytes(*, T: int, rows: int, topk: int) -> int:
+    """Scratch for `T` queries over block tables that hold `rows` rows."""
+    plan = _plan(max(1, T), rows, topk)
+    return COUNTER_BYTES + 4 * plan.blocks * plan.words
+
+
+@dataclass(frozen=True)
+class IndexConfig:
+    """The same for every number of queries, so that a row's score is."""
+
+    block_r: int
+    block_c: int
+    num_queries: int
+    num_warps: int
+    num_stages: int
+
+
+def default_config(key: Case) -> IndexConfig:
+    """Tiles of 64 rows on four warps; two queries share them while their heads fit."""
+    two = key["Hi"] * key["Di"] <= 64 * 128
+    return IndexConfig(
+        block_r=64, block_c=_MAX_CHUNK, num_queries=2 if two else 1, num_warps=4, num_stages=3
+    )
+
+
+def candidates(key: Case, target: Target) -> Iterable[IndexConfig]:
+    base = default_config(key)
+    for block_r in (64, 128):
+        for num_stages in (3, 4):
+            yield IndexConfig(block_r, _MAX_CHUNK, base.num_queries, 4, num_stages)
+
+
+@triton.jit
+def _wide(number):
+    # interpreted, a loop's number is Python's
+    return tl.full([], 0, tl.int64) + number
+
+
+@triton.jit
+def _locate(t, cu_ptr, lens_ptr, T, S, ratio):
+    """Sequence of token `t`, and the rows it sees: 0 where it belongs to none."""
+    ended = tl.full([], 0, tl.int32)
+    for begin in range(0, S, 128):
+        offs_s = begin + tl.arange(0, 128)
+        end = tl.load(cu_ptr + 1 + offs_s, mask=offs_s < S, other=2147483647)
+        ended += tl.sum((end <= t).to(tl.int32), 0)
+    known = (ended < S) & (t < T)
+    s = tl.minimum(ended, S - 1)
+    length = tl.load(lens_ptr + s)
+    position = length - (tl.load(cu_ptr + 1 + s) - t)
+    return s, tl.where(known & (length > 0) & (position >= 0), (position + 1) // ratio, 0)
+
+
+@triton.jit
+def _split_kernel(
+    q_ptr, stride_qt, stride_qh,  # [T, Hi, Di]
+    w_ptr, stride_wt,  # [T, Hi]
+    k_ptr, stride_kp, stride_kr,  # [pages, Rc, Di]
+    table_ptr, stride_ts,  # [S, max_pages]
+    cu_ptr, lens_ptr,  # [S+1], [S]
+    out_ptr, stride_ot,  # [T, topk]
+    counter_ptr, scratch_ptr, T, S, ratio, words,
+    TOPK: tl.constexpr, HI: tl.constexpr, BLOCK_H: tl.constexpr, DI: tl.constexpr,
+    BLOCK_D: tl.constexpr, RC: tl.constexpr, BLOCK_R: tl.constexpr, CHUNK: tl.constexpr,
+    CAP: tl.constexpr, NQ: tl.constexpr, PACKED: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    pid_t = tl.program_id(0).to(tl.int64)
+    splits = tl.num_programs(1)
+    s, num_rows = _locate(tl.program_id(0), cu_ptr, lens_ptr, T, S, ratio)
+    out_ptr += pid_t * stride_ot
+    if num_rows <= TOPK:
+        if tl.program_id(1) == 0:
+            best.all_visible(out_ptr, num_rows, TOPK)
+    else:
+        state_ptr = scratch_ptr + pid_t * words
+        scores_ptr = state_ptr + best.STATE
+        rows_ptr = scores_ptr + CAP
+        raw_ptr = rows_ptr + CAP
+        q_ptr += pid_t * stride_qt
+        w_ptr += pid_t * stride_wt
+        table_ptr += s.to(tl.int64) * stride_ts
+        tiles = tl.cdiv(num_rows, BLOCK_R)
+        first = tl.program_id(1) * tl.cdiv(tiles, splits) * BLOCK_R
+        last = tl.minimum(first + tl.cdiv(tiles, splits) * BLOCK_R, num_rows)
+        if not EXACT:
+            qa, qb, w = load_query(q_ptr, stride_qh, w_ptr, HI, BLOCK_H, DI, BLOCK_D, PACKED)
+            score_rows(
+                raw_ptr + first, 0, first, last, num_rows, qa, qb, w, qa, qb, w,
+                k_ptr, stride_kp, stride_kr, table_ptr,
+                DI, BLOCK_D, RC, BLOCK_R, 1, PACKED,
+            )  # fmt: skip
+        lost = first < last
+        if not EXACT:
+            lost = any_lost(raw_ptr + first, last - first)
+        if lost:
+            rescore_rows(
+                raw_ptr + first, first, last, q_ptr, stride_qh, w_ptr,
+                k_ptr, stride_kp, stride_kr, table_ptr,
+                HI, BLOCK_H, DI, BLOCK_D, RC, 32, PACKED, EXACT,
+            )  # fmt: skip
+        tl.debug_barrier()
+        arrived = tl.atomic_add(counter_ptr + pid_t, 1, sem="acq_rel")
+        if arrived == splits - 1:
+            best.set_state(state_ptr, 0, tl.full([], float("nan"), tl.float32))
+            for begin in range(0, num_rows, CHUNK):
+                best.append(
+                    state_ptr, scores_ptr, rows_ptr, raw_ptr + begin, begin,
+                    tl.minimum(num_rows - begin, CHUNK), 1, TOPK, CAP, CHUNK,
+                )  # fmt: skip
+            best.finish(state_ptr, scores_ptr, rows_ptr, out_ptr, 1, TOPK, CHUNK)
+            tl.store(counter_ptr + pid_t, 0)
+
+
+@triton.jit
+def _stream_kernel(
+    q_ptr, stride_qt, stride_qh,  # [T, Hi, Di]
+    w_ptr, stride_wt,  # [T, Hi]
+    k_ptr, stride_kp, stride_kr,  # [pages, Rc, Di]
+    table_ptr, stride_ts,  # [S, max_pages]
+    cu_ptr, lens_ptr,  # [S+1], [S]
+    out_ptr, stride_ot,  # [T, topk]
+    counter_ptr, scratch_ptr, T, S, ratio, words,
+    TOPK: tl.constexpr, HI: tl.constexpr, BLOCK_H: tl.constexpr, DI: tl.constexpr,
+    BLOCK_D: tl.constexpr, RC: tl.constexpr, BLOCK_R: tl.constexpr, CHUNK: tl.constexpr,
+    CAP: tl.constexpr, NQ: tl.constexpr, PACKED: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    slot_ptr = scratch_ptr + tl.program_id(0).to(tl.int64) * NQ * words
+    for begin_t in range(tl.program_id(0) * NQ, T, tl.num_programs(0) * NQ):
+        s0, rows0 = _locate(begin_t, cu_ptr, lens_ptr, T, S, ratio)
+        s1, rows1 = s0, 0
+        if NQ == 2:
+            s1, rows1 = _locate(begin_t + 1, cu_ptr, lens_ptr, T, S, ratio)
+        for i in range(0, tl.minimum(NQ, T - begin_t)):
+            seen = tl.where(i == 0, rows0, rows1)
+            if seen <= TOPK:
+                out_row = out_ptr + _wide(begin_t + i) * stride_ot
+                best.all_visible(out_row, seen, TOPK)
+        # neighbours in one sequence share its rows, others take turns
+        turns = tl.where(s0 == s1, 1, 2)
+        for turn in range(0, turns):
+            t = _wide(begin_t + turn)
+            _scan(
+                q_ptr + t * stride_qt, stride_qt, stride_qh, w_ptr + t * stride_wt, stride_wt,
+                k_ptr, stride_kp, stride_kr,
+                table_ptr + tl.where(turn == 0, s0, s1).to(tl.int64) * stride_ts,
+                out_ptr + t * stride_ot, stride_ot, slot_ptr, words,
+                tl.where(turn == 0, rows0, rows1), tl.where(turns == 1, rows1, 0),
+                TOPK, HI, BLOCK_H, DI, BLOCK_D, RC, BLOCK_R, CHUNK, CAP, NQ, PACKED, EXACT,
+            )  # fmt: skip
+
+
+@triton.jit
+def _scan(
+    q_ptr, stride_qt, stride_qh, w_ptr, stride_wt, k_ptr, stride_kp, stride_kr, table_ptr,
+    out_ptr, stride_ot, slot_ptr, words, rows0, rows1,
+    TOPK: tl.constexpr, HI: tl.constexpr, BLOCK_H: tl.constexpr, DI: tl.constexpr,
+    BLOCK_D: tl.constexpr, RC: tl.constexpr, BLOCK_R: tl.constexpr, CHUNK: tl.constexpr,
+    CAP: tl.constexpr, NQ: tl.constexpr, PACKED: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """Pick for a query that sees `rows0` rows and, unless `rows1` is 0, for the one after it."""
+    num_rows = tl.maximum(rows0, rows1)
+    if num_rows > TOPK:
+        scores_ptr = slot_ptr + best.STATE
+        if not EXACT:
+            q0a, q0b, w0 = load_query(q_ptr, stride_qh, w_ptr, HI, BLOCK_H, DI, BLOCK_D, PACKED)
+            q1a, q1b, w1 = q0a, q0b, w0
+            if NQ == 2:
+                after = tl.where(rows1 > 0, 1, 0).to(tl.int64)
+                q1a, q1b, w1 = load_query(
+                    q_ptr + after * stride_qt, stride_qh, w_ptr + after * stride_wt,
+                    HI, BLOCK_H, DI, BLOCK_D, PACKED,
+                )  # fmt: skip
+        for first in range(0, num_rows, CHUNK):
+            last = tl.minimum(first + CHUNK, num_rows)
+            # the first chunk is scored into the buffer itself
+            chunk_ptr = scores_ptr + tl.multiple_of(tl.where(first > 0, 2 * CAP, 0), 16)
+            if not EXACT:
+                score_rows(
+                    chunk_ptr, words, first, last, num_rows, q0a, q0b, w0, q1a, q1b, w1,
+                    k_ptr, stride_kp, stride_kr, table_ptr,
+                    DI, BLOCK_D, RC, BLOCK_R, NQ, PACKED,
+                )  # fmt: skip
+            for i in range(0, NQ):
+                seen = tl.where(i == 0, rows0, rows1)
+                if (seen > TOPK) & (seen > first):
+                    stop = tl.minimum(last, seen)
+                    lost = first < stop
+                    if not EXACT:
+                        lost = any_lost(chunk_ptr + i * words, stop - first)
+                    if lost:
+                        rescore_rows(
+                            chunk_ptr + i * words, first, stop,
+                            q_ptr + _wide(i) * stride_qt, stride_qh, w_ptr + _wide(i) * stride_wt,
+                            k_ptr, stride_kp, stride_kr, table_ptr,
+                            HI, BLOCK_H, DI, BLOCK_D, RC, 32, PACKED, EXACT,
+                        )  # fmt: skip
+                    state_ptr = slot_ptr + i * words
+                    if first == 0:
+                        best.set_state(state_ptr, stop, tl.full([], float("nan"), tl.float32))
+                    else:
+                        best.append(
+                            state_ptr, scores_ptr + i * words, scores_ptr + i * words + CAP,
+                            chunk_ptr + i * words, first, stop - first, first > CHUNK,
+                            TOPK, CAP, CHUNK,
+                        )  # fmt: skip
+        for i in range(0, NQ):
+            seen = tl.where(i == 0, rows0, rows1)
+            if seen > TOPK:
+                best.finish(
+                    slot_ptr + i * words, scores_ptr + i * words, scores_ptr + i * words + CAP,
+                    out_ptr + _wide(i) * stride_ot, seen > CHUNK, TOPK, CHUNK,
+                )  # fmt: skip
+
+
 def _inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
     tokens, heads, dim = case["T"], case["Hi"], case["Di"]
     index_q = randn(tokens, heads, dim, dtype=torch.bfloat16, device=device, seed=seed)
+    if index_q.device.type != "meta":
+        quant_round_trip(index_q, fmt="fp4", group=INDEX_GROUP, out=index_q)
     weights = randn(tokens, heads, device=device, seed=seed + 1)
     length = case["pos0"] + tokens
     pages = -(-length // 128)
-    pool = empty_pool(pages + 1, 32, dim, device=device)
+    index_format = "fp4" if case.get("fp4") else "bf16"
+    pool = empty_pool(pages + 1, 32, dim, kv_format=index_format, device=device)
     if pool.device.type != "meta":
-        pool.copy_(randn(*pool.shape, dtype=pool.dtype, seed=seed + 2))
+        rows = torch.arange(pool.shape[0] * 32)
+        values = randn(len(rows), dim, dtype=torch.bfloat16, seed=seed + 2)
+        values = quant_round_trip(values, fmt="fp4", group=INDEX_GROUP)
+        pool.zero_()
+        write_index_rows(pool, rows // 32, rows % 32, values, index_format)
     table = torch.arange(1, pages + 1, dtype=torch.int32)[None].to(device)
     bounds = torch.tensor([0, tokens], dtype=torch.int32).to(device)
     lens = torch.tensor([length], dtype=torch.int32).to(device)
-    return (index_q, weights, pool, table, bounds, lens), {"topk": case["topk"]}
+    kwargs = {"topk": case["topk"], "index_format": index_format}
+    return (index_q, weights, pool, table, bounds, lens), kwargs
 
 
 SPEC = KernelSpec(
-    op=index_select, reference=index_select_reference, kernel=False, inputs=_inputs, grows="T",
-    scratch=lambda **dims: 0,
+    op=index_select, reference=index_select_reference, default=default_config,
+    candidates=candidates, inputs=_inputs, scratch=scratch_bytes,
     cases=(
         {"name": "small", "T": 5, "Hi": 4, "Di": 128, "pos0": 100, "topk": 16},
+        {"name": "small-fp4", "T": 130, "Hi": 3, "Di": 128, "pos0": 60, "topk": 7, "fp4": 1},
+        {"name": "flash-t1", "T": 1, "Hi": 64, "Di": 128, "pos0": 16383, "topk": 512},
+        {"name": "flash-t1-fp4", "T": 1, "Hi": 64, "Di": 128, "pos0": 16383, "topk": 512, "fp4": 1},
         {"name": "flash-c4096", "T": 4096, "Hi": 64, "Di": 128, "pos0": 12288, "topk": 512},
+        {"name": "flash-c4096-fp4", "T": 4096, "Hi": 64, "Di": 128, "pos0": 12288, "topk": 512,
+         "fp4": 1},
     ),
     bytes_moved=lambda c: 2 * c["T"] * c["Hi"] * c["Di"] + 4 * c["T"] * c["topk"],
     flops=lambda c: 2 * c["T"] * c["Hi"] * c["Di"] * (c["pos0"] + c["T"]) // 4,
