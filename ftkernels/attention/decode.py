@@ -66,8 +66,8 @@ def mla_decode(
         return_lse: also give ``lse [S, H]`` fp32.
         num_splits: upper bound of the runs a sequence's tiles are cut into.
         out: ``[S, H, D]``, a pair with ``return_lse``.
-        scratch: as ``scratch_bytes("mla_decode", S=.., H=.., D=.., topk=.., rows=..)`` says, ``rows``
-            being what ``block_table`` holds; allocated when omitted.
+        scratch: as ``scratch_bytes("mla_decode", S=.., H=.., D=.., topk=.., rows=..)`` says,
+            ``rows`` being what ``block_table`` holds; allocated when omitted.
 
     Returns:
         ``[S, H, D]`` in the dtype of ``q`` (and ``lse [S, H]`` fp32).

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -28,8 +30,14 @@ def ones(lengths, heads, ratio=0, picks=0, **kwargs):
 
 
 @each_layer
-@pytest.mark.parametrize("heads", [1, 8, 16])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("heads", "dtype"),
+    [
+        *itertools.product([1, 8, 16], [torch.float32, torch.bfloat16]),
+        (8, torch.float16), (16, torch.float16),
+    ],
+    ids=str,
+)  # fmt: skip
 def test_matches_formula(heads, dtype, ratio, picks, run):
     case = ones(LENGTHS, heads, ratio, picks, dtype=dtype)
     args, kwargs = case.decode()
@@ -85,7 +93,7 @@ def test_any_number_of_splits(num_splits, ratio, picks, run):
 def test_random_batches(data):
     lengths = data.draw(st.lists(st.integers(1, 500), min_size=1, max_size=4))
     ratio, picks = data.draw(st.sampled_from([(0, 0), (128, 0), (4, 0), (4, 8), (5, 3)]))
-    dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
+    dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16]))
     case = ones(
         lengths, data.draw(st.sampled_from([1, 3, 8, 17])), ratio, picks, dtype=dtype,
         seed=data.draw(st.integers(0, 99)), per_page=data.draw(st.sampled_from([0, 5])),

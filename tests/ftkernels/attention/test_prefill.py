@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -21,8 +22,14 @@ each_layer = pytest.mark.parametrize(("ratio", "picks"), LAYERS, ids=["swa", "hc
 
 
 @each_layer
-@pytest.mark.parametrize("heads", [1, 8, 16])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("heads", "dtype"),
+    [
+        *itertools.product([1, 8, 16], [torch.float32, torch.bfloat16]),
+        (8, torch.float16), (16, torch.float16),
+    ],
+    ids=str,
+)  # fmt: skip
 def test_matches_formula(heads, dtype, ratio, picks, run):
     lengths, news = [1, 300, 129, 40, 128], [1, 3, 2, 5, 4]
     case = Attention(lengths, news, heads, ratio, picks, dtype=dtype)
@@ -64,7 +71,7 @@ def test_random_batches(data):
     lengths = data.draw(st.lists(st.integers(1, 400), min_size=1, max_size=3))
     news = [data.draw(st.integers(1, min(n, 6))) for n in lengths]
     ratio, picks = data.draw(st.sampled_from([(0, 0), (128, 0), (4, 0), (4, 8), (5, 3)]))
-    dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
+    dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16]))
     case = Attention(
         lengths, news, data.draw(st.sampled_from([1, 3, 8, 17])), ratio, picks, dtype=dtype,
         seed=data.draw(st.integers(0, 99)), per_page=data.draw(st.sampled_from([0, 5])),
