@@ -36,7 +36,7 @@ from ftkernels.target import Target
 from ftkernels.testing import randn
 
 _SCORE_BYTES = 64 << 20
-_SCRATCH_BYTES = 64 << 20
+_SCRATCH_WORDS = ((64 << 20) - COUNTER_BYTES) // 4
 _MAX_CHUNK = 4096
 _FEW_QUERIES = 128  # up to here blocks share a query
 _BLOCKS = 256
@@ -225,20 +225,30 @@ class Plan:
 def _plan(num_tokens: int, num_rows: int, topk: int) -> Plan:
     if num_rows <= topk:
         return Plan(splits=1, blocks=0, words=0)  # every query takes what it sees
-    room = (_SCRATCH_BYTES - COUNTER_BYTES) // 4
-    buffer = best.STATE.value + 2 * best.capacity(topk, _MAX_CHUNK)
-    words = buffer + -(-num_rows // _MAX_CHUNK) * _MAX_CHUNK
-    if num_tokens <= _FEW_QUERIES and num_tokens * words <= room:
+    words = _words(num_rows, topk)
+    if num_tokens <= _FEW_QUERIES and num_tokens * words <= _SCRATCH_WORDS:
         splits = min(-(-_BLOCKS // num_tokens), -(-num_rows // 64))
         return Plan(splits, num_tokens, words)
-    words = buffer + _MAX_CHUNK
-    return Plan(0, max(2, min(2 * _BLOCKS, num_tokens, room // words) // 2 * 2), words)
+    words = _words(_MAX_CHUNK, topk)
+    most = min(2 * _BLOCKS, num_tokens, _SCRATCH_WORDS // words)
+    return Plan(0, max(2, most // 2 * 2), words)
+
+
+def _words(num_rows: int, topk: int) -> int:
+    """The best rows of a query, and the scores of ``num_rows``."""
+    buffer = best.STATE.value + 2 * best.capacity(topk, _MAX_CHUNK)
+    return buffer + -(-num_rows // _MAX_CHUNK) * _MAX_CHUNK
 
 
 def scratch_bytes(*, T: int, rows: int, topk: int) -> int:
-    """Scratch for `T` queries over block tables that hold `rows` rows."""
+    """Scratch for up to `T` queries over block tables that hold up to `rows` rows."""
     plan = _plan(max(1, T), rows, topk)
-    return COUNTER_BYTES + 4 * plan.blocks * plan.words
+    words = plan.blocks * plan.words
+    if not plan.splits:
+        # a smaller call may keep the scores of all its rows, and then takes more
+        few = min(T, _FEW_QUERIES) * _words(rows, topk)
+        words = max(words, min(_SCRATCH_WORDS, few))
+    return COUNTER_BYTES + 4 * words
 
 
 @dataclass(frozen=True)

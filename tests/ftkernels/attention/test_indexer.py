@@ -11,6 +11,8 @@ written, a counter left standing, neighbours of two sequences scored over the ro
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -254,6 +256,15 @@ def test_scratch_stays_below_its_limit():
                 assert COUNTER_BYTES <= need <= 64 << 20
     tokens = [scratch_bytes("index_select", T=t, rows=262144, topk=512) for t in (3456, 8192)]
     assert tokens[0] == tokens[1]
+
+
+def test_scratch_serves_every_smaller_call():
+    counts, tables = (1, 2, 3, 50, 62, 63, 64, 128, 129, 3456), (32, 513, 8192, 131072, 262144)
+    for num_tokens, rows in itertools.product(counts, tables):
+        given = scratch_bytes("index_select", T=num_tokens, rows=rows, topk=512)
+        for fewer, shorter in itertools.product(counts, tables):
+            if fewer <= num_tokens and shorter <= rows:
+                assert scratch_bytes("index_select", T=fewer, rows=shorter, topk=512) <= given
 
 
 def test_decode_equals_prefill_bit_for_bit(device, run, monkeypatch):
