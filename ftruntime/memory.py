@@ -18,6 +18,8 @@ _FP32: Final = 4
 _FP8_ROW_BYTES: Final = 584
 _FP8_SINGLE_ROW_PAGE_BYTES: Final = 592  # page strides are multiples of 16 bytes
 _INDEX_SCRATCH_BYTES: Final = 64 << 20
+_COUNTER_BYTES: Final = 64 << 10
+_DECODE_BLOCKS: Final = 256  # of one sequence, each of them up to 16 heads
 # matrices of which a rank holds its share; everything else is replicated
 _SHARDED: Final = (
     "embed.", "head.", ".attn.wq_b.", ".attn.wo_a.", ".attn.wo_b.", ".attn.attn_sink",
@@ -110,7 +112,7 @@ def activation_bytes(
 
     A chunk keeps two copies of the streams, and of one sublayer at a time the larger of attention
     (queries, output, group projections) and MoE (gate and up, activation, output of every route).
-    Decode rows add their logits twice.
+    Decode rows add their logits twice. The scratch of the attention ops stands beside.
     """
     element = element_bytes(numerics)
     streams = 2 * shape.hc_mult * shape.hidden_size
@@ -121,4 +123,12 @@ def activation_bytes(
     per_token = streams + max(attention, shape.num_experts_per_tok * route)
     step = max(chunk_tokens, max_running) * per_token * element
     logits = 2 * max_running * shape.vocab_size * _FP32
-    return step + logits + (_INDEX_SCRATCH_BYTES if shape.num_layers_of(4) else 0)
+    return step + logits + _scratch_bytes(shape, max_running=max_running, ranks=ranks)
+
+
+def _scratch_bytes(shape: ModelConfig, *, max_running: int, ranks: int) -> int:
+    """Upper bound: row selection, or the split results of a decode step, whichever is larger."""
+    heads = 8 if shape.num_attention_heads <= 8 * ranks else 16
+    decode = _DECODE_BLOCKS * heads * (shape.head_dim + 2) * _FP32
+    index = _INDEX_SCRATCH_BYTES if shape.num_layers_of(4) else 0
+    return max(index, _COUNTER_BYTES + max_running * decode)
