@@ -24,7 +24,6 @@ from ftkernels.quant.formats import (
 
 INDEX_GROUP = tl.constexpr(32)
 _SAMPLE = tl.constexpr(16)  # leading rows that give a sequence its scale
-_SCAN = tl.constexpr(1024)
 _STEP = tl.constexpr(16)  # channels of an fp32 product, which is unrolled
 _CODES = tl.constexpr(11)  # octaves the folded block scales of a row may be apart
 # bf16 pairs under s = $3 to fields 0..15, which are those of e4m3; $5 = -1/s shows what was lost
@@ -146,12 +145,12 @@ def dense_code(k_ptr, stride_kp, table_ptr, DI: tl.constexpr, BLOCK_D: tl.conste
 
 @triton.jit
 def _load_dense(
-    base_ptr, stride_kr, code,
+    base_ptr, code, STRIDE_KR: tl.constexpr,
     PIECES: tl.constexpr, ROWS: tl.constexpr, DI: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     offs_i = tl.arange(0, ROWS).to(tl.int64)
     offs_d = tl.arange(0, BLOCK_D)
-    inner = (offs_i * stride_kr)[:, None] + offs_d[None, :]
+    inner = (offs_i * STRIDE_KR)[:, None] + offs_d[None, :]
     k_ptrs = base_ptr[:, None, None] + inner[None, :, :]
     if DI == BLOCK_D:
         k = tl.load(k_ptrs)
@@ -192,7 +191,7 @@ def _weighted(acc, weights):
 @triton.jit
 def score_rows(
     raw_ptr, slot_words, first, last, num_rows, q0a, q0b, w0, q1a, q1b, w1,
-    k_ptr, stride_kp, stride_kr, table_ptr,
+    k_ptr, stride_kp, table_ptr, STRIDE_KR: tl.constexpr,
     DI: tl.constexpr, BLOCK_D: tl.constexpr, RC: tl.constexpr, BLOCK_R: tl.constexpr,
     NQ: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
@@ -218,8 +217,8 @@ def score_rows(
             scales_ptr = (base_ptr + RC * 64 + in_page * 4).to(tl.pointer_type(tl.int32))
             ka, kb, scale = _load_packed(base_ptr + in_page * 64, scales_ptr, PIECES, ROWS)
         else:
-            row_ptr = base_ptr + in_page.to(tl.int64) * stride_kr
-            ka = _load_dense(row_ptr, stride_kr, code, PIECES, ROWS, DI, BLOCK_D)
+            row_ptr = base_ptr + in_page.to(tl.int64) * STRIDE_KR
+            ka = _load_dense(row_ptr, code, STRIDE_KR, PIECES, ROWS, DI, BLOCK_D)
             scale = (code << 23).to(tl.float32, bitcast=True)
         for i in tl.static_range(NQ):
             acc = tl.dot(ka, q0a if i == 0 else q1a)
@@ -231,22 +230,24 @@ def score_rows(
 
 
 @triton.jit
-def any_lost(raw_ptr, count):
-    """Whether one of `count` scores is NaN."""
-    lost = tl.zeros([_SCAN], tl.int32)
+def any_lost(raw_ptr, count, BLOCK: tl.constexpr):
+    """Whether one of `count` scores is NaN or infinite; reads whole blocks."""
+    lost = tl.zeros([BLOCK], tl.float32)
     tl.debug_barrier()
-    for begin in range(0, count, _SCAN):
-        offs = begin + tl.arange(0, _SCAN)
-        bits = tl.load(raw_ptr + offs, mask=offs < count, other=0, cache_modifier=".cg")
-        lost |= tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 1, 0)
-    return tl.max(lost, 0) > 0
+    for begin in range(0, count, BLOCK):
+        offs = begin + tl.arange(0, BLOCK)
+        bits = tl.load(raw_ptr + offs, cache_modifier=".cg")
+        lost += tl.where(offs < count, bits.to(tl.float32, bitcast=True), 0.0) * 0.0
+    total = tl.sum(lost, 0)
+    return total != total
 
 
 @triton.jit
 def rescore_rows(
-    raw_ptr, first, last, q_ptr, stride_qh, w_ptr, k_ptr, stride_kp, stride_kr, table_ptr,
-    HI: tl.constexpr, BLOCK_H: tl.constexpr, DI: tl.constexpr, BLOCK_D: tl.constexpr,
-    RC: tl.constexpr, BLOCK_X: tl.constexpr, PACKED: tl.constexpr, ALL: tl.constexpr,
+    raw_ptr, first, last, q_ptr, stride_qh, w_ptr, k_ptr, stride_kp, table_ptr,
+    STRIDE_KR: tl.constexpr, HI: tl.constexpr, BLOCK_H: tl.constexpr, DI: tl.constexpr,
+    BLOCK_D: tl.constexpr, RC: tl.constexpr, BLOCK_X: tl.constexpr, PACKED: tl.constexpr,
+    ALL: tl.constexpr,
 ):  # fmt: skip
     """Scores in fp32 of the rows whose score is NaN, or of `ALL`; NaN becomes -inf."""
     offs_h = tl.arange(0, BLOCK_H)
@@ -267,7 +268,7 @@ def rescore_rows(
             for begin_d in tl.range(0, BLOCK_D, _STEP, num_stages=1):
                 offs_d = begin_d + tl.arange(0, _STEP)
                 mask_d = offs_d < DI
-                k = _wide_rows(base_ptr, offs_r % RC, stride_kr, offs_d, needed, DI, RC, PACKED)
+                k = _wide_rows(base_ptr, offs_r % RC, offs_d, needed, STRIDE_KR, DI, RC, PACKED)
                 q_ptrs = q_ptr + (offs_h.to(tl.int64) * stride_qh)[None, :] + offs_d[:, None]
                 q = tl.load(q_ptrs, mask=mask_d[:, None] & mask_h[None, :], other=0.0)
                 acc = tl.dot(k, q.to(tl.float32), acc, input_precision="ieee")
@@ -279,8 +280,8 @@ def rescore_rows(
 
 @triton.jit
 def _wide_rows(
-    base_ptr, in_page, stride_kr, offs_d, mask_r,
-    DI: tl.constexpr, RC: tl.constexpr, PACKED: tl.constexpr,
+    base_ptr, in_page, offs_d, mask_r,
+    STRIDE_KR: tl.constexpr, DI: tl.constexpr, RC: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """Channels `offs_d` of rows in fp32."""
     mask = mask_r[:, None] & (offs_d < DI)[None, :]
@@ -293,5 +294,5 @@ def _wide_rows(
         code = (byte >> ((offs_d % 2) * 4)[None, :]) & 15
         return tl_e2m1_decode(code) * tl_ue8m0_decode(scale)
     else:
-        row_ptrs = base_ptr + in_page.to(tl.int64) * stride_kr
+        row_ptrs = base_ptr + in_page.to(tl.int64) * STRIDE_KR
         return tl.load(row_ptrs[:, None] + offs_d[None, :], mask=mask, other=0.0).to(tl.float32)

@@ -3,10 +3,7 @@
 Numerics: fp32 sums of exact products. With ``scores="fp8"`` operands on the FP4 grid go through
 FP8 products without loss, and whatever does not fit them through fp32, as with ``"exact"``.
 Equal scores at the cut: the lower row stays. NaN scores count as -inf.
-
-One launch. Few queries: blocks over row ranges of each, and the last to arrive selects. Many: each
-block takes two neighbouring queries at a time, scores a chunk of rows for both and merges it into
-their best rows so far, so that scratch does not grow with either size.
+One launch, of one of the two kernels in `index_kernels`.
 """
 
 from __future__ import annotations
@@ -16,11 +13,10 @@ from dataclasses import dataclass
 
 import torch
 import triton
-import triton.language as tl
 
 from ftkernels import backend, check, config
 from ftkernels.attention import topk as best
-from ftkernels.attention.index_scores import any_lost, load_query, rescore_rows, score_rows
+from ftkernels.attention.index_kernels import index_split_kernel, index_stream_kernel
 from ftkernels.attention.pools import (
     INDEX_GROUP,
     check_index_pool,
@@ -75,8 +71,8 @@ def index_select(
         index_format, scores, out,
     )  # fmt: skip
     num_tokens, num_rows = index_q.shape[0], block_table.shape[1] * index_k.shape[1]
-    num_bytes = scratch_bytes(T=num_tokens, rows=num_rows, topk=topk)
     if scratch is not None:
+        num_bytes = scratch_bytes(T=num_tokens, rows=num_rows, topk=topk)
         check.scratch("index_select", scratch, num_bytes, index_q)
     if num_tokens == 0 or seq_lens.shape[0] == 0:
         return out.fill_(-1)
@@ -86,26 +82,30 @@ def index_select(
             compress_ratio, index_format, out,
         )  # fmt: skip
     plan = _plan(num_tokens, num_rows, topk)
+    num_bytes = COUNTER_BYTES + 4 * plan.blocks * plan.words
     if scratch is None:
         scratch = torch.empty(num_bytes, dtype=torch.uint8, device=index_q.device)
         scratch[:COUNTER_BYTES].zero_()
     words = scratch[COUNTER_BYTES:num_bytes]
     heads, dim = index_q.shape[1:]
-    cfg = config.lookup("index_select", {"Hi": heads, "Di": dim, "topk": topk}, default_config)
-    kernel, grid = _split_kernel, (num_tokens, plan.splits)
+    key = {"Hi": heads, "Di": dim, "topk": topk, "fp4": int(index_format == "fp4")}
+    cfg = config.lookup("index_select", key, default_config)
+    kernel, grid = index_split_kernel, (num_tokens, plan.splits)
     if not plan.splits:
-        kernel, grid = _stream_kernel, (triton.cdiv(plan.blocks, cfg.num_queries), 1)
+        kernel, grid = index_stream_kernel, (triton.cdiv(plan.blocks, cfg.num_queries), 1)
     with backend.on_device(index_q):
         kernel[grid](
             index_q, index_q.stride(0), index_q.stride(1), index_weights, index_weights.stride(0),
-            index_k, index_k.stride(0), index_k.stride(1), block_table, block_table.stride(0),
+            index_k, index_k.stride(0), block_table, block_table.stride(0),
             cu_seqlens, seq_lens, out, out.stride(0),
             scratch[:COUNTER_BYTES].view(torch.int32), words.view(torch.int32),
             num_tokens, seq_lens.shape[0], compress_ratio, plan.words,
-            TOPK=topk, HI=heads, BLOCK_H=max(16, triton.next_power_of_2(heads)),
-            DI=dim, BLOCK_D=max(32, triton.next_power_of_2(dim)), RC=index_k.shape[1],
-            BLOCK_R=cfg.block_r, CHUNK=cfg.block_c, CAP=best.capacity(topk, cfg.block_c),
-            NQ=cfg.num_queries if not plan.splits else 1,
+            TOPK=topk, STRIDE_KR=index_k.stride(1),
+            HI=heads, BLOCK_H=max(16, triton.next_power_of_2(heads)),
+            DI=dim, BLOCK_D=max(32, triton.next_power_of_2(dim)),
+            RC=index_k.shape[1], BLOCK_R=cfg.block_r,
+            CHUNK=cfg.block_c, CAP=best.capacity(topk, cfg.block_c),
+            NQ=1 if plan.splits else cfg.num_queries,
             PACKED=index_format == "fp4", EXACT=scores == "exact",
             num_warps=cfg.num_warps, num_stages=cfg.num_stages, maxnreg=255,
         )  # fmt: skip
@@ -263,11 +263,12 @@ class IndexConfig:
 
 
 def default_config(key: Case) -> IndexConfig:
-    """Tiles of 64 rows on four warps; two queries share them while their heads fit."""
+    """Sixteen rows a warp, or as many again of packed ones; two queries while their heads fit."""
     two = key["Hi"] * key["Di"] <= 64 * 128
     return IndexConfig(
-        block_r=64, block_c=_MAX_CHUNK, num_queries=2 if two else 1, num_warps=4, num_stages=3
-    )
+        block_r=128 if two and key["fp4"] else 64, block_c=_MAX_CHUNK,
+        num_queries=2 if two else 1, num_warps=4, num_stages=3,
+    )  # fmt: skip
 
 
 def candidates(key: Case, target: Target) -> Iterable[IndexConfig]:
@@ -275,188 +276,6 @@ def candidates(key: Case, target: Target) -> Iterable[IndexConfig]:
     for block_r in (64, 128):
         for num_stages in (3, 4):
             yield IndexConfig(block_r, _MAX_CHUNK, base.num_queries, 4, num_stages)
-
-
-@triton.jit
-def _wide(number):
-    # interpreted, a loop's number is Python's
-    return tl.full([], 0, tl.int64) + number
-
-
-@triton.jit
-def _locate(t, cu_ptr, lens_ptr, T, S, ratio):
-    """Sequence of token `t`, and the rows it sees: 0 where it belongs to none."""
-    ended = tl.full([], 0, tl.int32)
-    for begin in range(0, S, 128):
-        offs_s = begin + tl.arange(0, 128)
-        end = tl.load(cu_ptr + 1 + offs_s, mask=offs_s < S, other=2147483647)
-        ended += tl.sum((end <= t).to(tl.int32), 0)
-    known = (ended < S) & (t < T)
-    s = tl.minimum(ended, S - 1)
-    length = tl.load(lens_ptr + s)
-    position = length - (tl.load(cu_ptr + 1 + s) - t)
-    return s, tl.where(known & (length > 0) & (position >= 0), (position + 1) // ratio, 0)
-
-
-@triton.jit
-def _split_kernel(
-    q_ptr, stride_qt, stride_qh,  # [T, Hi, Di]
-    w_ptr, stride_wt,  # [T, Hi]
-    k_ptr, stride_kp, stride_kr,  # [pages, Rc, Di]
-    table_ptr, stride_ts,  # [S, max_pages]
-    cu_ptr, lens_ptr,  # [S+1], [S]
-    out_ptr, stride_ot,  # [T, topk]
-    counter_ptr, scratch_ptr, T, S, ratio, words,
-    TOPK: tl.constexpr, HI: tl.constexpr, BLOCK_H: tl.constexpr, DI: tl.constexpr,
-    BLOCK_D: tl.constexpr, RC: tl.constexpr, BLOCK_R: tl.constexpr, CHUNK: tl.constexpr,
-    CAP: tl.constexpr, NQ: tl.constexpr, PACKED: tl.constexpr, EXACT: tl.constexpr,
-):  # fmt: skip
-    pid_t = tl.program_id(0).to(tl.int64)
-    splits = tl.num_programs(1)
-    s, num_rows = _locate(tl.program_id(0), cu_ptr, lens_ptr, T, S, ratio)
-    out_ptr += pid_t * stride_ot
-    if num_rows <= TOPK:
-        if tl.program_id(1) == 0:
-            best.all_visible(out_ptr, num_rows, TOPK)
-    else:
-        state_ptr = scratch_ptr + pid_t * words
-        scores_ptr = state_ptr + best.STATE
-        rows_ptr = scores_ptr + CAP
-        raw_ptr = rows_ptr + CAP
-        q_ptr += pid_t * stride_qt
-        w_ptr += pid_t * stride_wt
-        table_ptr += s.to(tl.int64) * stride_ts
-        tiles = tl.cdiv(num_rows, BLOCK_R)
-        first = tl.program_id(1) * tl.cdiv(tiles, splits) * BLOCK_R
-        last = tl.minimum(first + tl.cdiv(tiles, splits) * BLOCK_R, num_rows)
-        if not EXACT:
-            qa, qb, w = load_query(q_ptr, stride_qh, w_ptr, HI, BLOCK_H, DI, BLOCK_D, PACKED)
-            score_rows(
-                raw_ptr + first, 0, first, last, num_rows, qa, qb, w, qa, qb, w,
-                k_ptr, stride_kp, stride_kr, table_ptr,
-                DI, BLOCK_D, RC, BLOCK_R, 1, PACKED,
-            )  # fmt: skip
-        lost = first < last
-        if not EXACT:
-            lost = any_lost(raw_ptr + first, last - first)
-        if lost:
-            rescore_rows(
-                raw_ptr + first, first, last, q_ptr, stride_qh, w_ptr,
-                k_ptr, stride_kp, stride_kr, table_ptr,
-                HI, BLOCK_H, DI, BLOCK_D, RC, 32, PACKED, EXACT,
-            )  # fmt: skip
-        tl.debug_barrier()
-        arrived = tl.atomic_add(counter_ptr + pid_t, 1, sem="acq_rel")
-        if arrived == splits - 1:
-            best.set_state(state_ptr, 0, tl.full([], float("nan"), tl.float32))
-            for begin in range(0, num_rows, CHUNK):
-                best.append(
-                    state_ptr, scores_ptr, rows_ptr, raw_ptr + begin, begin,
-                    tl.minimum(num_rows - begin, CHUNK), 1, TOPK, CAP, CHUNK,
-                )  # fmt: skip
-            best.finish(state_ptr, scores_ptr, rows_ptr, out_ptr, 1, TOPK, CHUNK)
-            tl.store(counter_ptr + pid_t, 0)
-
-
-@triton.jit
-def _stream_kernel(
-    q_ptr, stride_qt, stride_qh,  # [T, Hi, Di]
-    w_ptr, stride_wt,  # [T, Hi]
-    k_ptr, stride_kp, stride_kr,  # [pages, Rc, Di]
-    table_ptr, stride_ts,  # [S, max_pages]
-    cu_ptr, lens_ptr,  # [S+1], [S]
-    out_ptr, stride_ot,  # [T, topk]
-    counter_ptr, scratch_ptr, T, S, ratio, words,
-    TOPK: tl.constexpr, HI: tl.constexpr, BLOCK_H: tl.constexpr, DI: tl.constexpr,
-    BLOCK_D: tl.constexpr, RC: tl.constexpr, BLOCK_R: tl.constexpr, CHUNK: tl.constexpr,
-    CAP: tl.constexpr, NQ: tl.constexpr, PACKED: tl.constexpr, EXACT: tl.constexpr,
-):  # fmt: skip
-    slot_ptr = scratch_ptr + tl.program_id(0).to(tl.int64) * NQ * words
-    for begin_t in range(tl.program_id(0) * NQ, T, tl.num_programs(0) * NQ):
-        s0, rows0 = _locate(begin_t, cu_ptr, lens_ptr, T, S, ratio)
-        s1, rows1 = s0, 0
-        if NQ == 2:
-            s1, rows1 = _locate(begin_t + 1, cu_ptr, lens_ptr, T, S, ratio)
-        for i in range(0, tl.minimum(NQ, T - begin_t)):
-            seen = tl.where(i == 0, rows0, rows1)
-            if seen <= TOPK:
-                out_row = out_ptr + _wide(begin_t + i) * stride_ot
-                best.all_visible(out_row, seen, TOPK)
-        # neighbours in one sequence share its rows, others take turns
-        turns = tl.where(s0 == s1, 1, 2)
-        for turn in range(0, turns):
-            t = _wide(begin_t + turn)
-            _scan(
-                q_ptr + t * stride_qt, stride_qt, stride_qh, w_ptr + t * stride_wt, stride_wt,
-                k_ptr, stride_kp, stride_kr,
-                table_ptr + tl.where(turn == 0, s0, s1).to(tl.int64) * stride_ts,
-                out_ptr + t * stride_ot, stride_ot, slot_ptr, words,
-                tl.where(turn == 0, rows0, rows1), tl.where(turns == 1, rows1, 0),
-                TOPK, HI, BLOCK_H, DI, BLOCK_D, RC, BLOCK_R, CHUNK, CAP, NQ, PACKED, EXACT,
-            )  # fmt: skip
-
-
-@triton.jit
-def _scan(
-    q_ptr, stride_qt, stride_qh, w_ptr, stride_wt, k_ptr, stride_kp, stride_kr, table_ptr,
-    out_ptr, stride_ot, slot_ptr, words, rows0, rows1,
-    TOPK: tl.constexpr, HI: tl.constexpr, BLOCK_H: tl.constexpr, DI: tl.constexpr,
-    BLOCK_D: tl.constexpr, RC: tl.constexpr, BLOCK_R: tl.constexpr, CHUNK: tl.constexpr,
-    CAP: tl.constexpr, NQ: tl.constexpr, PACKED: tl.constexpr, EXACT: tl.constexpr,
-):  # fmt: skip
-    """Pick for a query that sees `rows0` rows and, unless `rows1` is 0, for the one after it."""
-    num_rows = tl.maximum(rows0, rows1)
-    if num_rows > TOPK:
-        scores_ptr = slot_ptr + best.STATE
-        if not EXACT:
-            q0a, q0b, w0 = load_query(q_ptr, stride_qh, w_ptr, HI, BLOCK_H, DI, BLOCK_D, PACKED)
-            q1a, q1b, w1 = q0a, q0b, w0
-            if NQ == 2:
-                after = tl.where(rows1 > 0, 1, 0).to(tl.int64)
-                q1a, q1b, w1 = load_query(
-                    q_ptr + after * stride_qt, stride_qh, w_ptr + after * stride_wt,
-                    HI, BLOCK_H, DI, BLOCK_D, PACKED,
-                )  # fmt: skip
-        for first in range(0, num_rows, CHUNK):
-            last = tl.minimum(first + CHUNK, num_rows)
-            # the first chunk is scored into the buffer itself
-            chunk_ptr = scores_ptr + tl.multiple_of(tl.where(first > 0, 2 * CAP, 0), 16)
-            if not EXACT:
-                score_rows(
-                    chunk_ptr, words, first, last, num_rows, q0a, q0b, w0, q1a, q1b, w1,
-                    k_ptr, stride_kp, stride_kr, table_ptr,
-                    DI, BLOCK_D, RC, BLOCK_R, NQ, PACKED,
-                )  # fmt: skip
-            for i in range(0, NQ):
-                seen = tl.where(i == 0, rows0, rows1)
-                if (seen > TOPK) & (seen > first):
-                    stop = tl.minimum(last, seen)
-                    lost = first < stop
-                    if not EXACT:
-                        lost = any_lost(chunk_ptr + i * words, stop - first)
-                    if lost:
-                        rescore_rows(
-                            chunk_ptr + i * words, first, stop,
-                            q_ptr + _wide(i) * stride_qt, stride_qh, w_ptr + _wide(i) * stride_wt,
-                            k_ptr, stride_kp, stride_kr, table_ptr,
-                            HI, BLOCK_H, DI, BLOCK_D, RC, 32, PACKED, EXACT,
-                        )  # fmt: skip
-                    state_ptr = slot_ptr + i * words
-                    if first == 0:
-                        best.set_state(state_ptr, stop, tl.full([], float("nan"), tl.float32))
-                    else:
-                        best.append(
-                            state_ptr, scores_ptr + i * words, scores_ptr + i * words + CAP,
-                            chunk_ptr + i * words, first, stop - first, first > CHUNK,
-                            TOPK, CAP, CHUNK,
-                        )  # fmt: skip
-        for i in range(0, NQ):
-            seen = tl.where(i == 0, rows0, rows1)
-            if seen > TOPK:
-                best.finish(
-                    slot_ptr + i * words, scores_ptr + i * words, scores_ptr + i * words + CAP,
-                    out_ptr + _wide(i) * stride_ot, seen > CHUNK, TOPK, CHUNK,
-                )  # fmt: skip
 
 
 def _inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:

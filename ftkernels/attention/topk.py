@@ -16,13 +16,14 @@ from ftkernels import backend  # noqa: F401  (first: it fixes interpretation)
 from ftkernels.sampling.select import ordered, unordered
 
 STATE = tl.constexpr(16)  # words of a query's state: scores held, floor
-_BLOCK = tl.constexpr(2048)
+_BLOCK = tl.constexpr(1024)  # scores moved at a time
+_SCAN = tl.constexpr(4096)  # scores counted at a time
 _NAN = tl.constexpr(0x7FC00000)
 
 
 def capacity(topk: int, chunk: int) -> int:
     """Scores that a query's buffer has room for: whole blocks, and two chunks besides `topk`."""
-    block = min(chunk, _BLOCK.value)
+    block = min(chunk, _SCAN.value)
     return -(-topk // block) * block + 2 * chunk
 
 
@@ -49,8 +50,9 @@ def append(
     held = tl.load(state_ptr, cache_modifier=".cg")
     floor = tl.load(state_ptr + 1, cache_modifier=".cg").to(tl.float32, bitcast=True)
     if (held + count > CAP) | (held > 0) & (numbered == 0):
-        _fill_up(scores_ptr, held, BLOCK)
-        floor = _keep_best(scores_ptr, rows_ptr, rows_ptr, held, numbered, False, TOPK, BLOCK)
+        floor = _keep_best(
+            scores_ptr, rows_ptr, rows_ptr, held, numbered, False, TOPK, CHUNK, BLOCK
+        )
         held = tl.minimum(held, TOPK)
     for begin in range(0, count, BLOCK):
         offs = begin + tl.arange(0, BLOCK)
@@ -72,8 +74,7 @@ def finish(
     BLOCK: tl.constexpr = CHUNK if CHUNK < _BLOCK else _BLOCK
     tl.debug_barrier()
     held = tl.load(state_ptr, cache_modifier=".cg")
-    _fill_up(scores_ptr, held, BLOCK)
-    _keep_best(scores_ptr, rows_ptr, out_ptr, held, numbered, True, TOPK, BLOCK)
+    _keep_best(scores_ptr, rows_ptr, out_ptr, held, numbered, True, TOPK, CHUNK, BLOCK)
 
 
 @triton.jit
@@ -86,95 +87,117 @@ def all_visible(out_ptr, num_rows, TOPK: tl.constexpr):
 
 @triton.jit
 def _fill_up(scores_ptr, held, BLOCK: tl.constexpr):
-    offs = held + tl.arange(0, BLOCK)
-    nan = tl.full([BLOCK], _NAN, tl.int32)
-    tl.store(scores_ptr + offs, nan, mask=offs < tl.cdiv(held, BLOCK) * BLOCK)
-    tl.debug_barrier()
+    stop = tl.cdiv(held, BLOCK) * BLOCK
+    if held < stop:
+        offs = held + tl.arange(0, BLOCK)
+        tl.store(scores_ptr + offs, tl.full([BLOCK], _NAN, tl.int32), mask=offs < stop)
+        tl.debug_barrier()
 
 
 @triton.jit
 def _keep_best(
     scores_ptr, rows_ptr, out_ptr, held, numbered,
-    FINAL: tl.constexpr, TOPK: tl.constexpr, BLOCK: tl.constexpr,
+    FINAL: tl.constexpr, TOPK: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Pack the best `TOPK`, or all where there are no more, to the front, rows to `out_ptr`.
 
     Returns their cut: what is not above it is not wanted any more.
     """
-    cut, above = _cut(scores_ptr, held, TOPK, BLOCK)
-    room = TOPK - above
+    SCAN: tl.constexpr = CHUNK if CHUNK < _SCAN else _SCAN
+    _fill_up(scores_ptr, held, SCAN)
+    cut, last_tie = _cut(scores_ptr, held, TOPK, SCAN)
     filled = tl.full([], 0, tl.int32)
     for begin in range(0, held, BLOCK):
         offs = begin + tl.arange(0, BLOCK)
-        bits = tl.load(scores_ptr + offs, cache_modifier=".cg")
-        score = bits.to(tl.float32, bitcast=True)
-        row = tl.load(rows_ptr + offs, mask=tl.full([BLOCK], 0, tl.int32) + numbered > 0, other=0,
-                      cache_modifier=".cg")  # fmt: skip
-        row = tl.where(numbered > 0, row, offs)
-        over = score > cut
-        tied = score == cut
-        # both counts in one scan: of a block's scores none fills 16 bits
-        seen = tl.cumsum(tl.where(over, 1, 0) + tl.where(tied, 0x10000, 0), 0)
-        ties = seen >> 16
-        place = filled + (seen & 0xFFFF) + tl.minimum(ties, room) - 1
-        kept = over | (tied & (ties <= room))
+        score = _load(scores_ptr + offs)
+        row = offs
+        if numbered:
+            row = tl.load(rows_ptr + offs, cache_modifier=".cg")
+        kept = (score > cut) | ((score == cut) & (offs <= last_tie))
+        place = filled + tl.cumsum(kept.to(tl.int32), 0) - 1
         tl.debug_barrier()
         tl.store(out_ptr + place, row, mask=kept)
         if not FINAL:
-            tl.store(scores_ptr + place, bits, mask=kept)
+            tl.store(scores_ptr + place, score.to(tl.int32, bitcast=True), mask=kept)
         filled += tl.sum(kept.to(tl.int32), 0)
-        room -= tl.minimum(tl.sum(tied.to(tl.int32), 0), room)
     tl.debug_barrier()
     return tl.where(held > TOPK, cut, float("nan"))
 
 
 @triton.jit
-def _cut(scores_ptr, held, TOPK: tl.constexpr, BLOCK: tl.constexpr):
-    """The largest cut that `TOPK` of the scores reach, and how many are above it.
-
-    Where no tie is cut, it may lie between two scores, with 0 as the count.
-    """
-    lowest = tl.full([BLOCK], float("inf"), tl.float32)
-    highest = tl.full([BLOCK], float("-inf"), tl.float32)
-    for begin in range(0, held, BLOCK):
-        bits = tl.load(scores_ptr + begin + tl.arange(0, BLOCK), cache_modifier=".cg")
-        score = bits.to(tl.float32, bitcast=True)
-        lowest = tl.minimum(lowest, score)
-        highest = tl.maximum(highest, score)
-    low = ordered(tl.min(lowest, 0))
-    high = ordered(tl.max(highest, 0)) + 1
-    reached_low, reached_high = held, tl.full([], 0, tl.int32)
-    if held <= TOPK:
-        high = low
-    turn = tl.full([], 0, tl.int32)
-    while low + 1 < high:
-        middle = _between(low, high, reached_low, reached_high, turn, TOPK)
-        cut = unordered(middle)
-        count = tl.zeros([BLOCK], tl.int32)
-        for begin in range(0, held, BLOCK):
-            bits = tl.load(scores_ptr + begin + tl.arange(0, BLOCK), cache_modifier=".cg")
-            count += (bits.to(tl.float32, bitcast=True) >= cut).to(tl.int32)
-        reached = tl.sum(count, 0)
-        enough = reached >= TOPK
-        low = tl.where(enough, middle, low)
-        reached_low = tl.where(enough, reached, reached_low)
-        high = tl.where(enough, high, middle)
-        reached_high = tl.where(enough, reached_high, reached)
-        # the very number: no tie is cut
-        high = tl.where(reached == TOPK, low, high)
-        reached_high = tl.where(reached == TOPK, 0, reached_high)
-        turn += 1
-    return unordered(low), reached_high
+def _load(bits_ptrs):
+    return tl.load(bits_ptrs, cache_modifier=".cg").to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _between(low, high, reached_low, reached_high, turn, TOPK: tl.constexpr):
-    """A key between two: where a straight line has the count, every third time the mean."""
-    share = (reached_low - TOPK + 0.5) / (reached_low - reached_high).to(tl.float32)
+def _cut(scores_ptr, held, TOPK: tl.constexpr, BLOCK: tl.constexpr):
+    """A cut that `TOPK` of the scores reach, and the last place at which one may equal it.
+
+    The bracket ``low <= cut < high`` shrinks by straight lines through the logarithms of the
+    counts at its ends, with the weight of an end halved while the other one moves.
+    """
+    offs = tl.arange(0, BLOCK)
+    lowest = tl.full([BLOCK], float("inf"), tl.float32)
+    highest = tl.full([BLOCK], float("-inf"), tl.float32)
+    for begin in range(0, held, BLOCK):
+        score = _load(scores_ptr + begin + offs)
+        lowest = tl.minimum(lowest, score)
+        highest = tl.maximum(highest, score)
+    low = ordered(tl.min(lowest, 0))
+    high = tl.where(held > TOPK, ordered(tl.max(highest, 0)) + 1, low)
+    wanted = tl.log2(tl.full([], TOPK, tl.float32))
+    more = tl.log2(held.to(tl.float32)) - wanted
+    less = wanted + 1.0  # as if half a score were above the last key
+    reached_low, reached_high = held, tl.full([], 0, tl.int32)
+    turn = tl.full([], 0, tl.int32)
+    rose = turn  # 1 when the lower end moved last; no matter at first
+    while low + 1 < high:
+        middle = _between(low, high, tl.fdiv(more, tl.maximum(more + less, 1e-6)), turn)
+        cut = unordered(middle)
+        count = tl.zeros([BLOCK], tl.float32)
+        for begin in range(0, held, BLOCK):
+            count += tl.where(_load(scores_ptr + begin + offs) >= cut, 1.0, 0.0)
+        reached = tl.sum(count, 0).to(tl.int32)
+        enough = reached >= TOPK
+        apart = tl.log2(reached.to(tl.float32) + 0.5) - wanted
+        again = tl.where(enough == (rose > 0), 0.5, 1.0)
+        more = tl.where(enough, apart, more * again)
+        less = tl.where(enough, less * again, -apart)
+        low = tl.where(enough, middle, low)
+        high = tl.where(enough, high, middle)
+        reached_low = tl.where(enough, reached, reached_low)
+        reached_high = tl.where(enough, reached_high, reached)
+        high = tl.where(reached == TOPK, low, high)
+        rose = enough.to(tl.int32)
+        turn += 1
+    last_tie = tl.full([], 2147483647, tl.int32)
+    cut = unordered(low)
+    if (reached_low > TOPK) & (held > TOPK):
+        last_tie = _nth_tie(scores_ptr, held, cut, TOPK - reached_high, BLOCK)
+    return cut, last_tie
+
+
+@triton.jit
+def _between(low, high, share, turn):
+    """A key between two: `share` of the way between their values, now and then the mean."""
     # an infinity stands for a large number, and so does the NaN after the last key
     guess = tl.maximum(unordered(low), -3e38) * (1.0 - share)
     guess += tl.minimum(unordered(high), 3e38) * share
     apart = low ^ high
     middle = (low & high) + (apart >> 1) + (apart & 1)
-    middle = tl.where(turn % 3 < 2, ordered(guess), middle)
+    middle = tl.where((turn % 8 < 7) & (turn < 24), ordered(guess), middle)
     return tl.minimum(tl.maximum(middle, low + 1), high - 1)
+
+
+@triton.jit
+def _nth_tie(scores_ptr, held, cut, number, BLOCK: tl.constexpr):
+    """Where the tie of this number stands."""
+    place = tl.full([], -1, tl.int32)
+    seen = tl.full([], 0, tl.int32)
+    for begin in range(0, held, BLOCK):
+        offs = begin + tl.arange(0, BLOCK)
+        tied = (_load(scores_ptr + offs) == cut).to(tl.int32)
+        rank = seen + tl.cumsum(tied, 0)
+        place = tl.maximum(place, tl.max(tl.where((tied > 0) & (rank == number), offs, -1), 0))
+        seen += tl.sum(tied, 0)
+    return place
