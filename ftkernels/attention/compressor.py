@@ -321,16 +321,16 @@ class CompressConfig:
 
 
 def default_config(key: Case) -> CompressConfig:
-    """Four channels a thread; ratio 128 copies eight tokens ahead, ratio 4 has no loop."""
+    """Four channels a thread; ratio 128 copies four tokens ahead, ratio 4 has no loop."""
     num_warps = max(1, min(16, triton.next_power_of_2(key["c"]) // 128))
-    return CompressConfig(stages=8 if key["ratio"] == HCA_RATIO else 1, num_warps=num_warps)
+    return CompressConfig(stages=5 if key["ratio"] == HCA_RATIO else 1, num_warps=num_warps)
 
 
 def candidates(key: Case, target: Target) -> Iterable[CompressConfig]:
     width = triton.next_power_of_2(key["c"])
     for num_warps in (1, 2, 4, 8, 16):
         if num_warps == 1 or 64 * num_warps <= width <= 1024 * num_warps:
-            for stages in (4, 8, 12) if key["ratio"] == HCA_RATIO else (1,):
+            for stages in (4, 5, 6, 8) if key["ratio"] == HCA_RATIO else (1,):
                 yield CompressConfig(stages, num_warps)
 
 

@@ -293,7 +293,7 @@ def _load_kv_kernel(
         x = load_packed_row(page_ptr, row, num_rows, live)
     else:
         offs_d = tl.arange(0, BLOCK_D)
-        mask = (offs_d < D) & live
+        mask = offs_d < tl.where(live, D, 0)
         x = tl.load(page_ptr + row * stride_pr + offs_d, mask=mask, other=0.0).to(tl.float32)
     store_row(x, out_ptr + pid_n * stride_on, D, BLOCK_D)
 

@@ -270,7 +270,7 @@ def hca_kernel(
         window = tl.where(turn == 0, first + number, last)
         start, stop = tl.maximum(window * _HCA, pos0), tl.minimum(window * _HCA + _HCA, end)
         # a window that an earlier call began; its state is in the buffer of the token before
-        is_open = mask_c & (start > window * _HCA)
+        is_open = offs_c < tl.where(start > window * _HCA, C, 0)
         old_ptrs = state_ptrs + ((start + 1) % 2) * stride_sb
         top = tl.load(old_ptrs, mask=is_open, other=float("-inf"))
         total = tl.load(old_ptrs + stride_sr, mask=is_open, other=0.0)

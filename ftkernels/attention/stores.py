@@ -148,12 +148,13 @@ def load_packed_row(page_ptr, row, num_rows, live):
     """What `store_packed_row` keeps of a row; zeros unless ``live``."""
     offs_d = tl.arange(0, 512)
     data_ptr = page_ptr + row * DATA
-    in_values = (offs_d < VALUES) & live
+    in_values = offs_d < tl.where(live, VALUES, 0)
+    in_tail = offs_d >= tl.where(live, VALUES, 512)
     values = tl.load(data_ptr + offs_d, mask=in_values, other=0).to(tl.float8e4nv, bitcast=True)
     scale_ptr = page_ptr + _wide(num_rows) * DATA + row * SCALES
     code = tl.load(scale_ptr + offs_d // KV_GROUP, mask=in_values, other=0).to(tl.int32)
     tail_ptr = (data_ptr + VALUES).to(tl.pointer_type(tl.bfloat16), bitcast=True)
-    tail = tl.load(tail_ptr + (offs_d - VALUES), mask=(offs_d >= VALUES) & live, other=0.0)
+    tail = tl.load(tail_ptr + (offs_d - VALUES), mask=in_tail, other=0.0)
     unrotated = values.to(tl.float32) * tl_ue8m0_decode(code)
     return tl.where(offs_d < VALUES, unrotated, tail.to(tl.float32))
 

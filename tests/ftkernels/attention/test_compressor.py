@@ -213,6 +213,13 @@ def test_skipped_and_padded(ratio, device):
     assert zero.state.isnan().all()
 
 
+def test_sequence_at_a_window_edge_without_tokens(device):
+    stream = Stream([128, 150, 128], 128, device=device)
+    stream.feed([128, 0, 128])
+    stream.feed([0, 150, 0])
+    stream.check()
+
+
 def test_state_of_ratio_4_is_the_newest_eight_tokens(device):
     stream = Stream([21], 4, device=device)
     stream.feed([19])
