@@ -236,7 +236,7 @@ def any_lost(raw_ptr, count, BLOCK: tl.constexpr):
     tl.debug_barrier()
     for begin in range(0, count, BLOCK):
         offs = begin + tl.arange(0, BLOCK)
-        bits = tl.load(raw_ptr + offs, cache_modifier=".cg")
+        bits = tl.load(raw_ptr + offs)
         lost += tl.where(offs < count, bits.to(tl.float32, bitcast=True), 0.0) * 0.0
     total = tl.sum(lost, 0)
     return total != total
@@ -258,7 +258,7 @@ def rescore_rows(
         offs_r = begin + tl.arange(0, BLOCK_X)
         needed = offs_r < last
         if not ALL:
-            bits = tl.load(raw_ptr + (offs_r - first), mask=needed, other=0, cache_modifier=".cg")
+            bits = tl.load(raw_ptr + (offs_r - first), mask=needed, other=0)
             score = bits.to(tl.float32, bitcast=True)
             needed = needed & (score != score)
         if tl.max(needed.to(tl.int32), 0) > 0:

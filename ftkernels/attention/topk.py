@@ -22,9 +22,9 @@ _NAN = tl.constexpr(0x7FC00000)
 
 
 def capacity(topk: int, chunk: int) -> int:
-    """Scores that a query's buffer has room for: whole blocks, and two chunks besides `topk`."""
+    """Scores that a query's buffer has room for: a chunk besides `topk`, in whole blocks."""
     block = min(chunk, _SCAN.value)
-    return -(-topk // block) * block + 2 * chunk
+    return -(-(topk + chunk) // block) * block
 
 
 @triton.jit
@@ -47,8 +47,8 @@ def append(
     """
     BLOCK: tl.constexpr = CHUNK if CHUNK < _BLOCK else _BLOCK
     tl.debug_barrier()
-    held = tl.load(state_ptr, cache_modifier=".cg")
-    floor = tl.load(state_ptr + 1, cache_modifier=".cg").to(tl.float32, bitcast=True)
+    held = tl.load(state_ptr)
+    floor = tl.load(state_ptr + 1).to(tl.float32, bitcast=True)
     if (held + count > CAP) | (held > 0) & (numbered == 0):
         floor = _keep_best(
             scores_ptr, rows_ptr, rows_ptr, held, numbered, False, TOPK, CHUNK, BLOCK
@@ -56,6 +56,7 @@ def append(
         held = tl.minimum(held, TOPK)
     for begin in range(0, count, BLOCK):
         offs = begin + tl.arange(0, BLOCK)
+        # other blocks may have written them
         bits = tl.load(raw_ptr + offs, cache_modifier=".cg")
         score = bits.to(tl.float32, bitcast=True)
         taken = (offs < count) & ((score <= floor) == 0)
@@ -73,7 +74,7 @@ def finish(
     """Write the best `TOPK` rows, rising; at least so many scores have been taken in."""
     BLOCK: tl.constexpr = CHUNK if CHUNK < _BLOCK else _BLOCK
     tl.debug_barrier()
-    held = tl.load(state_ptr, cache_modifier=".cg")
+    held = tl.load(state_ptr)
     _keep_best(scores_ptr, rows_ptr, out_ptr, held, numbered, True, TOPK, CHUNK, BLOCK)
 
 
@@ -112,7 +113,7 @@ def _keep_best(
         score = _load(scores_ptr + offs)
         row = offs
         if numbered:
-            row = tl.load(rows_ptr + offs, cache_modifier=".cg")
+            row = tl.load(rows_ptr + offs)
         kept = (score > cut) | ((score == cut) & (offs <= last_tie))
         place = filled + tl.cumsum(kept.to(tl.int32), 0) - 1
         tl.debug_barrier()
@@ -126,7 +127,7 @@ def _keep_best(
 
 @triton.jit
 def _load(bits_ptrs):
-    return tl.load(bits_ptrs, cache_modifier=".cg").to(tl.float32, bitcast=True)
+    return tl.load(bits_ptrs).to(tl.float32, bitcast=True)
 
 
 @triton.jit
