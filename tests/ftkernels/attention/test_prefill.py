@@ -1,4 +1,11 @@
 """``mla_prefill`` against the specification's formula in fp64, over ragged paged batches.
+
+Mutants run, each noticed: no decay of the sum or of the mixed rows, a window one row wider or one
+shorter, a compressed row seen one token early, the first pick dropped, the sink's logit in the
+wrong base, the log-sum in base 2, rotation forward or one pair off, a packed row's scale left out
+of the values, on the rotated part, or of the next row, offsets of 31 bits, picks of another token,
+tiles that begin with the chunk, padded rows left unwritten, a sequence of length 0 taken for one of
+its tokens, the first heads' block for all.
 """
 
 from __future__ import annotations
