@@ -117,40 +117,50 @@ def _pool_csa(
     ring_ptr, stride_sb, stride_sr, C: tl.constexpr, BLOCK_C: tl.constexpr, OLD: tl.constexpr,
 ):  # fmt: skip
     """Softmax over the 8 slots of a row, per channel; OLD: some of them may lie in the ring."""
-    offs_i = tl.arange(0, _RING)[:, None]
+    offs_i = tl.arange(0, _CSA)[:, None]
     offs_c = tl.arange(0, BLOCK_C)[None, :]
-    # four tokens of series A, then four of series B
-    position = (offs_i + (row - 1) * _CSA).to(tl.int64)
-    offs_w = (offs_i // _CSA) * C + offs_c
-    is_new = offs_c < C
-    if OLD:
-        is_new = is_new & (position >= pos0)
-    value = tl.load(kv_ptr + position * stride_kt + offs_w, mask=is_new, other=0.0)
-    z = tl.load(gate_ptr + position * stride_gt + offs_w, mask=is_new, other=0.0)
-    if OLD:
-        is_old = (offs_c < C) & (position >= 0) & (position < pos0)
-        old_ptrs = ring_ptr + (position % _RING) * stride_sr + offs_w
-        value = tl.where(is_old, tl.load(old_ptrs, mask=is_old, other=0.0), value)
-        z = tl.where(is_old, tl.load(old_ptrs + stride_sb, mask=is_old, other=0.0), z)
-    ape_ptrs = ape_ptr + (offs_i % _CSA).to(tl.int64) * stride_ap + offs_w
-    z += tl.load(ape_ptrs, mask=offs_c < C, other=0.0)
-    if OLD:
-        # the slots before the first token do not exist
-        z = tl.where(position >= 0, z, float("-inf"))
-    p = tl.exp(z - tl.max(z, 0)[None, :])
-    return tl.sum(tl.fma(p, value, 0.0), 0) / tl.sum(p, 0)
+    top = tl.full((BLOCK_C,), float("-inf"), tl.float32)
+    total, mixed = tl.zeros((BLOCK_C,), tl.float32), tl.zeros((BLOCK_C,), tl.float32)
+    # series A of the window before, which the first row does not have, then B of its own
+    for series in range(tl.where(row == 0, 1, 0), 2):
+        position = (offs_i + (row - 1 + series) * _CSA).to(tl.int64)
+        offs_w = offs_c + series * C
+        ape_ptrs = ape_ptr + offs_i.to(tl.int64) * stride_ap + offs_w
+        bias = tl.load(ape_ptrs, mask=offs_c < C, other=0.0)
+        is_new = offs_c < C
+        if OLD:
+            is_new = is_new & (position >= pos0)
+        z = tl.load(gate_ptr + position * stride_gt + offs_w, mask=is_new, other=0.0)
+        value = tl.load(kv_ptr + position * stride_kt + offs_w, mask=is_new, other=0.0)
+        if OLD:
+            is_old = (offs_c < C) & (position < pos0)
+            old_ptrs = ring_ptr + (position % _RING) * stride_sr + offs_w
+            value = tl.where(is_old, tl.load(old_ptrs, mask=is_old, other=0.0), value)
+            z = tl.where(is_old, tl.load(old_ptrs + stride_sb, mask=is_old, other=0.0), z)
+        z += bias
+        new_top = tl.maximum(top, tl.max(z, 0))
+        decay, p = tl.exp(top - new_top), tl.exp(z - new_top[None, :])
+        total = tl.fma(total, decay, tl.sum(p, 0))
+        mixed = tl.fma(mixed, decay, tl.sum(tl.fma(p, value, 0.0), 0))
+        top = new_top
+    return mixed / total
 
 
 @triton.jit
 def _copy_ring(
-    pos0, end, source_ptr, stride_t, ring_ptr, stride_sr, W: tl.constexpr, BLOCK_W: tl.constexpr
-):
+    pos0, end, kv_ptr, stride_kt, gate_ptr, stride_gt, ring_ptr, stride_sb, stride_sr,
+    W: tl.constexpr, BLOCK_W: tl.constexpr,
+):  # fmt: skip
     """The newest 8 tokens, or as many as are new, to their places in the ring."""
     offs_w = tl.arange(0, BLOCK_W)
+    mask_w = offs_w < W
     for p in range(tl.maximum(pos0, end - _RING), end):
         position = tl.full((), p, tl.int64)
-        new = tl.load(source_ptr + position * stride_t + offs_w, mask=offs_w < W, other=0.0)
-        tl.store(ring_ptr + (position % _RING) * stride_sr + offs_w, new, mask=offs_w < W)
+        kv = tl.load(kv_ptr + position * stride_kt + offs_w, mask=mask_w, other=0.0)
+        gate = tl.load(gate_ptr + position * stride_gt + offs_w, mask=mask_w, other=0.0)
+        new_ptrs = ring_ptr + (position % _RING) * stride_sr + offs_w
+        tl.store(new_ptrs, kv, mask=mask_w)
+        tl.store(new_ptrs + stride_sb, gate, mask=mask_w)
 
 
 @triton.jit
@@ -208,9 +218,10 @@ def csa_kernel(
     if number == 0:
         # every thread of the block has read the ring
         tl.debug_barrier()
-        _copy_ring(pos0, end, kv_ptr, stride_kt, ring_ptr, stride_sr, 2 * C, 2 * BLOCK_C)
-        ring_ptr += stride_sb
-        _copy_ring(pos0, end, gate_ptr, stride_gt, ring_ptr, stride_sr, 2 * C, 2 * BLOCK_C)
+        _copy_ring(
+            pos0, end, kv_ptr, stride_kt, gate_ptr, stride_gt, ring_ptr, stride_sb, stride_sr,
+            2 * C, 2 * BLOCK_C,
+        )  # fmt: skip
 
 
 @triton.jit
