@@ -32,7 +32,8 @@ def _locate(t, cu_ptr, lens_ptr, T, S, ratio):
     s = tl.minimum(ended, S - 1)
     length = tl.load(lens_ptr + s)
     position = length - (tl.load(cu_ptr + 1 + s) - t)
-    return s, tl.where(known & (length > 0) & (position >= 0), (position + 1) // ratio, 0)
+    # in an empty sequence positions are below 0, and what is seen is not above it
+    return s, tl.where(known, (position + 1) // ratio, 0)
 
 
 @triton.jit
@@ -43,7 +44,7 @@ def index_split_kernel(
     table_ptr, stride_ts,  # [S, max_pages]
     cu_ptr, lens_ptr,  # [S+1], [S]
     out_ptr, stride_ot,  # [T, topk]
-    counter_ptr, scratch_ptr, T, S, ratio, words,
+    counter_ptr, scratch_ptr, T, S, ratio, most, words,
     TOPK: tl.constexpr, STRIDE_KR: tl.constexpr, HI: tl.constexpr, BLOCK_H: tl.constexpr,
     DI: tl.constexpr, BLOCK_D: tl.constexpr, RC: tl.constexpr, BLOCK_R: tl.constexpr,
     CHUNK: tl.constexpr, CAP: tl.constexpr, NQ: tl.constexpr, PACKED: tl.constexpr,
@@ -52,6 +53,7 @@ def index_split_kernel(
     pid_t = tl.program_id(0).to(tl.int64)
     splits = tl.num_programs(1)
     s, num_rows = _locate(tl.program_id(0), cu_ptr, lens_ptr, T, S, ratio)
+    num_rows = tl.minimum(num_rows, most)  # what the table, and so scratch, has room for
     out_ptr += pid_t * stride_ot
     if num_rows <= TOPK:
         if tl.program_id(1) == 0:
@@ -103,7 +105,7 @@ def index_stream_kernel(
     table_ptr, stride_ts,  # [S, max_pages]
     cu_ptr, lens_ptr,  # [S+1], [S]
     out_ptr, stride_ot,  # [T, topk]
-    counter_ptr, scratch_ptr, T, S, ratio, words,
+    counter_ptr, scratch_ptr, T, S, ratio, most, words,
     TOPK: tl.constexpr, STRIDE_KR: tl.constexpr, HI: tl.constexpr, BLOCK_H: tl.constexpr,
     DI: tl.constexpr, BLOCK_D: tl.constexpr, RC: tl.constexpr, BLOCK_R: tl.constexpr,
     CHUNK: tl.constexpr, CAP: tl.constexpr, NQ: tl.constexpr, PACKED: tl.constexpr,

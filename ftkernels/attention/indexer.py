@@ -85,10 +85,12 @@ def index_select(
     num_bytes = COUNTER_BYTES + 4 * plan.blocks * plan.words
     if scratch is None:
         scratch = torch.empty(num_bytes, dtype=torch.uint8, device=index_q.device)
-        scratch[:COUNTER_BYTES].zero_()
+        if plan.splits:
+            scratch[:COUNTER_BYTES].zero_()
     words = scratch[COUNTER_BYTES:num_bytes]
     heads, dim = index_q.shape[1:]
-    key = {"Hi": heads, "Di": dim, "topk": topk, "fp4": int(index_format == "fp4")}
+    bits = 4 if index_format == "fp4" else 8 * index_k.element_size()
+    key = {"Hi": heads, "Di": dim, "topk": topk, "bits": bits}
     cfg = config.lookup("index_select", key, default_config)
     kernel, grid = index_split_kernel, (num_tokens, plan.splits)
     if not plan.splits:
@@ -99,7 +101,7 @@ def index_select(
             index_k, index_k.stride(0), block_table, block_table.stride(0),
             cu_seqlens, seq_lens, out, out.stride(0),
             scratch[:COUNTER_BYTES].view(torch.int32), words.view(torch.int32),
-            num_tokens, seq_lens.shape[0], compress_ratio, plan.words,
+            num_tokens, seq_lens.shape[0], compress_ratio, num_rows, plan.words,
             TOPK=topk, STRIDE_KR=index_k.stride(1),
             HI=heads, BLOCK_H=max(16, triton.next_power_of_2(heads)),
             DI=dim, BLOCK_D=max(32, triton.next_power_of_2(dim)),
@@ -263,12 +265,11 @@ class IndexConfig:
 
 
 def default_config(key: Case) -> IndexConfig:
-    """Sixteen rows a warp, or as many again of packed ones; two queries while their heads fit."""
-    two = key["Hi"] * key["Di"] <= 64 * 128
+    """Sixteen rows a warp and two queries at once while that fits the registers."""
+    two = key["Hi"] * key["Di"] <= 64 * 128 and key["bits"] <= 16
     return IndexConfig(
-        block_r=128 if two and key["fp4"] else 64, block_c=_MAX_CHUNK,
-        num_queries=2 if two else 1, num_warps=4, num_stages=3,
-    )  # fmt: skip
+        block_r=64, block_c=_MAX_CHUNK, num_queries=2 if two else 1, num_warps=4, num_stages=3
+    )
 
 
 def candidates(key: Case, target: Target) -> Iterable[IndexConfig]:
@@ -298,6 +299,8 @@ def _inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
     bounds = torch.tensor([0, tokens], dtype=torch.int32).to(device)
     lens = torch.tensor([length], dtype=torch.int32).to(device)
     kwargs = {"topk": case["topk"], "index_format": index_format}
+    if case.get("exact"):
+        kwargs["scores"] = "exact"
     return (index_q, weights, pool, table, bounds, lens), kwargs
 
 
@@ -307,6 +310,7 @@ SPEC = KernelSpec(
     cases=(
         {"name": "small", "T": 5, "Hi": 4, "Di": 128, "pos0": 100, "topk": 16},
         {"name": "small-fp4", "T": 130, "Hi": 3, "Di": 128, "pos0": 60, "topk": 7, "fp4": 1},
+        {"name": "small-exact", "T": 131, "Hi": 5, "Di": 64, "pos0": 70, "topk": 8, "exact": 1},
         {"name": "flash-t1", "T": 1, "Hi": 64, "Di": 128, "pos0": 16383, "topk": 512},
         {"name": "flash-t1-fp4", "T": 1, "Hi": 64, "Di": 128, "pos0": 16383, "topk": 512, "fp4": 1},
         {"name": "flash-c4096", "T": 4096, "Hi": 64, "Di": 128, "pos0": 12288, "topk": 512},

@@ -3,7 +3,8 @@
 No interpreted launch runs it: its text is read here by a few lines of Python.
 
 Mutants that these tests catch: a shift by three, the sign taken from the shifted half, the loss of
-a small value unseen, an exponent that overflows unseen, low and high nibbles exchanged.
+a small value unseen, an exponent that overflows unseen, bytes out of order, low and high nibbles
+exchanged.
 """
 
 from __future__ import annotations
@@ -126,6 +127,14 @@ def test_one_lost_value_marks_its_neighbours():
         index_scores._TO_E4M3.value, [pairs[0], pairs[1], scale, scale, inverse, inverse], 1
     )
     assert words[0] == 0x7F7F7F7F
+
+
+def test_bytes_stand_in_the_order_of_the_values():
+    pairs = np.array([0x3F80 | 0xC000 << 16, 0x4040 | 0xC080 << 16], dtype=U32)  # 1, -2, 3, -4
+    scale, inverse = (np.full(1, x | x << 16, U32) for x in (7 << 7, 247 << 7 | 0x8000))
+    inputs = [pairs[:1], pairs[1:], scale, scale, inverse, inverse]
+    (words,) = execute(index_scores._TO_E4M3.value, inputs, 1)
+    assert e4m3(unpacked(words)).tolist() == [1.0, -2.0, 3.0, -4.0]
 
 
 @pytest.mark.parametrize("table", range(12))

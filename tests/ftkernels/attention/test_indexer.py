@@ -3,10 +3,12 @@
 Operands lie on the FP4 grid with few octaves where picks must be equal, so that every sum is exact
 and ties are real ties in any precision.
 
-Mutants that these tests catch: visibility one row early or late, the higher row on ties, no relu,
-a head left out, the weights' sign dropped, nibbles swapped, block scales taken from the next row,
-NaN of one row spread to its tile, lost rows not computed again, scratch read where nothing was
-written, a counter left standing, neighbours of two sequences scored over the rows of one.
+Mutants that these tests catch: visibility one row early or late, no relu, NaN lost in it, a head
+left out, the weights' sign dropped, nibbles swapped, block scales of the next row or of the first
+block, a cast or a fold that loses bits, lost rows not computed again by either kernel, NaN kept
+after fp32, a counter left standing, neighbours of two sequences over the rows of one, a query given
+its neighbour's rows, the rows of the last block left out, the second chunk scored over the first,
+tokens past the batch.
 """
 
 from __future__ import annotations
@@ -137,31 +139,28 @@ def test_scales_that_eight_bits_cannot_hold(fp4, device, run):
     """Blocks many octaves apart, in rows and in queries: decided by what a cast would lose."""
     args, rows, kwargs = batch([300], [2], 2, dim=128, fp4=fp4, dtype=torch.bfloat16, device=device)
     q, weights, pool, table, bounds, lens = args
-    weights = weights.abs() + 0.25
-    q = q.abs()
-    mine = rows[0].abs()
-    mine[:, 32:] = 1.0
-    mine[:, :32] = 2.0**-16  # 16 octaves below its row
-    mine[::3, :32] = 2.0**-15
+    numbers = torch.arange(75)
+    pages = table[0].cpu().long()[numbers // 32].to(device)
+    mine = rows[0]
+    mine[:, :32] = 2.0 ** (numbers % 3)[:, None]
+    mine[:, 32:64] *= 2.0**-20  # all that counts, far below the rest of its row
+    mine[:, 64:] = 1.0
     mine[5] = 0.0
     mine[7] *= 2.0**-90
-    numbers = torch.arange(len(mine))
-    pages = table[0].cpu().long()[numbers // 32]
-    write_index_rows(pool, pages.to(device), numbers % 32, mine.to(device), kwargs["index_format"])
-    given = (q, weights, pool, table, bounds, lens)
-    got = run(index_select, *given, topk=20, **kwargs)
-    assert got.tolist() == expected(given, [mine], [300], [2], 20)
-    # a query whose small block alone tells rows apart
-    rows_far = torch.ones(75, 128)
-    rows_far[:, :32] = CODES[torch.arange(75) % 8][:, None]
-    write_index_rows(
-        pool, pages.to(device), numbers % 32, rows_far.to(device), kwargs["index_format"]
-    )
-    q = torch.ones_like(q)
+    write_index_rows(pool, pages, numbers % 32, mine.to(device), kwargs["index_format"])
+    q[..., :32] = 0.0
+    q[..., 64:] = 0.0
+    got = run(index_select, *args, topk=20, **kwargs)
+    assert got.tolist() == expected(args, [mine], [300], [2], 20)
+    # a query whose small block alone meets the rows
+    mine[:, :32] = CODES[numbers % 8][:, None]
+    mine[:, 32:] = 0.0
+    write_index_rows(pool, pages, numbers % 32, mine.to(device), kwargs["index_format"])
+    q[...] = 1.0
     q[..., :32] = 2.0**-19
-    given = (q, weights, pool, table, bounds, lens)
+    given = (q, weights.abs() + 0.25, pool, table, bounds, lens)
     got = run(index_select, *given, topk=12, **kwargs)
-    assert got.tolist() == expected(given, [rows_far], [300], [2], 12)
+    assert got.tolist() == expected(given, [mine], [300], [2], 12)
 
 
 @settings(max_examples=25, deadline=None)

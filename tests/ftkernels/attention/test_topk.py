@@ -1,8 +1,8 @@
 """The streaming top-k against a stable sort.
 
-Mutants that these tests catch: the higher row on ties, one tie too many at the cut, a later row
-that equals the floor taken, rows not numbered when the first chunk is left, the buffer's tail read,
-the floor forgotten, a straight line without the mean between.
+Mutants that these tests catch: the higher row on ties, one tie too many at the cut, ties at the cut
+overlooked, rows not numbered when the first chunk is left, the buffer's tail read, scores past the
+count taken.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def test_a_row_that_equals_the_floor_comes_too_late(device):
     assert take(scores, 4, 64, True, device) == [10, 300, 301, 302]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     num_rows=st.integers(2, 700), topk=st.integers(1, 90), chunk=st.sampled_from([16, 64, 256]),
     levels=st.sampled_from([3, 40, 10**6]), in_place=st.booleans(), seed=st.integers(0, 99),
