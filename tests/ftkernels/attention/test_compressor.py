@@ -303,6 +303,20 @@ def test_order_of_programs_does_not_matter(ratio, cuts, device):
     assert_close(streams[1].state, streams[0].state)
 
 
+@pytest.mark.gpu
+@both_ratios
+def test_programs_at_once_give_the_same_bits(ratio, device):
+    """What the interpreter cannot show: programs of one launch that run beside one another."""
+    rows = []
+    for _ in range(20):
+        stream = Stream([701, 300], ratio, device=device)
+        for counts in ([301, 149], [400, 0], [0, 151]):
+            stream.feed(counts)
+        rows.append(torch.cat((stream.rows(0), stream.rows(1))))
+        assert torch.equal(rows[0], rows[-1])
+    stream.check()
+
+
 @pytest.mark.parametrize(("ratio", "length"), [(4, 12), (128, 130)])
 @pytest.mark.parametrize(
     ("store", "width", "packed"), [("kv", 512, "fp8"), ("index", 128, "fp4")], ids=["kv", "index"]
