@@ -276,11 +276,11 @@ def _launch(
     topk = 0 if index_topk is None else index_topk.shape[1]
     with backend.on_device(q):
         cfg = config.lookup("mla_prefill", config_key(q, pools, topk), default_config)
-        blocks = triton.cdiv(num_tokens, cfg.block_q)
+        blocks = num_tokens
         if cfg.block_q > 1:
-            # a sequence may begin and end inside a block
-            blocks = min(num_tokens, blocks + 2 * (num_seqs + 1))
+            blocks = num_tokens // cfg.block_q + 2 * (num_seqs + 1)
         queries = cfg.block_q * cfg.block_h
+        # with maxnreg: no spill to make room for blocks that shared memory does not admit
         _mla_prefill_kernel[(blocks, triton.cdiv(num_heads, cfg.block_h))](
             q, q.stride(0), q.stride(1),
             *pools.window_arguments(),
@@ -298,34 +298,33 @@ def _launch(
             HAS_SINK=sink is not None, HAS_LSE=lse is not None,
             HALF=0 if cos is None else cos.shape[1],
             D=dim, D_P2=max(64, triton.next_power_of_2(dim)), SPLIT=cfg.split,
-            BLOCK_S=max(2, triton.next_power_of_2(num_seqs + 1)), BLOCK_Q=cfg.block_q,
-            BLOCK_H=cfg.block_h, BLOCK_W=cfg.block_window, BLOCK_R=cfg.block_rows,
+            STEPS=num_seqs.bit_length(), BLOCK_Q=cfg.block_q, BLOCK_H=cfg.block_h,
+            BLOCK_W=cfg.block_window, BLOCK_R=cfg.block_rows,
             WIDE=queries >= 16, PACKED=pools.kv_format == "fp8", DTYPE=pools.operand(q),
             PRECISION="ieee" if pools.operand(q) == tl.float32 else "tf32",
-            num_warps=cfg.num_warps, num_stages=cfg.num_stages,
+            num_warps=cfg.num_warps, num_stages=cfg.num_stages, maxnreg=255,
         )  # fmt: skip
 
 
 @triton.jit
-def _find_block(
-    pid, cu_ptr, lens_ptr, num_seqs, num_tokens, BLOCK_S: tl.constexpr, BLOCK_Q: tl.constexpr
-):  # fmt: skip
-    """Sequence of query block ``pid``, and its first query: sequence ``num_seqs`` is of rows that
-    belong to none, ``num_seqs + 1`` says that there is no such block."""
-    offs = tl.arange(0, BLOCK_S)
-    is_seq = offs < num_seqs
-    begin = tl.load(cu_ptr + offs, mask=offs <= num_seqs, other=0)
-    end = tl.where(is_seq, tl.load(cu_ptr + offs + 1, mask=is_seq, other=0), num_tokens)
-    count = tl.where(offs <= num_seqs, end - begin, 0)
-    length = tl.load(lens_ptr + offs, mask=is_seq, other=0)
-    pos0 = tl.where(length > 0, length - count, 0)
-    blocks = tl.cdiv(pos0 + count, BLOCK_Q) - pos0 // BLOCK_Q
-    ends = tl.cumsum(tl.where(count > 0, blocks, 0), 0)
-    seq = tl.minimum(tl.sum((ends <= pid).to(tl.int32), 0), num_seqs + 1)
-    mine = offs == seq
-    block = pid - tl.sum(tl.where(mine, ends - blocks, 0), 0)
-    first = (tl.sum(tl.where(mine, pos0, 0), 0) // BLOCK_Q + block) * BLOCK_Q
-    return seq, first
+def _first_block(seq, cu_ptr, BLOCK_Q: tl.constexpr):
+    """Where the blocks of ``seq`` begin; it may begin and end inside a block of positions."""
+    begin = tl.load(cu_ptr + seq)
+    return begin if BLOCK_Q == 1 else begin // BLOCK_Q + 2 * seq
+
+
+@triton.jit
+def _find_sequence(pid, cu_ptr, num_seqs, BLOCK_Q: tl.constexpr, STEPS: tl.constexpr):
+    """The last sequence that begins at block ``pid`` or before; ``num_seqs`` owns what is left.
+
+    By halves and one number at a time: whoever compiles it sees that all threads agree.
+    """
+    seq = 0
+    for step in tl.static_range(STEPS):
+        later = seq + (1 << (STEPS - 1 - step))
+        first = _first_block(tl.minimum(later, num_seqs), cu_ptr, BLOCK_Q)
+        seq = tl.where((later <= num_seqs) & (first <= pid), later, seq)
+    return seq
 
 
 @triton.jit
@@ -345,25 +344,25 @@ def _mla_prefill_kernel(
     num_tokens, num_seqs, num_heads, topk, factor,
     WINDOW: tl.constexpr, PER_WINDOW: tl.constexpr, PER_PAGE: tl.constexpr, RATIO: tl.constexpr,
     HAS_PICKS: tl.constexpr, HAS_SINK: tl.constexpr, HAS_LSE: tl.constexpr, HALF: tl.constexpr,
-    D: tl.constexpr, D_P2: tl.constexpr, SPLIT: tl.constexpr, BLOCK_S: tl.constexpr,
+    D: tl.constexpr, D_P2: tl.constexpr, SPLIT: tl.constexpr, STEPS: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_R: tl.constexpr,
     WIDE: tl.constexpr, PACKED: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     DIM: tl.constexpr = D_P2 // SPLIT
     R: tl.constexpr = BLOCK_Q * BLOCK_H
     ONE: tl.constexpr = BLOCK_Q == 1
-    seq, block = _find_block(
-        tl.program_id(0), cu_ptr, lens_ptr, num_seqs, num_tokens, BLOCK_S, BLOCK_Q
-    )
-    if seq > num_seqs:
-        return
+    seq = _find_sequence(tl.program_id(0), cu_ptr, num_seqs, BLOCK_Q, STEPS)
     begin = tl.load(cu_ptr + seq)
     end, length = num_tokens, 0
     if seq < num_seqs:
         end, length = tl.load(cu_ptr + seq + 1), tl.load(lens_ptr + seq)
     count = end - begin
+    # a sequence of no length sees nothing, wherever its rows would stand
     pos0 = tl.where(length > 0, length - count, 0)
-    # queries [from, to) of the block are this call's; a sequence of no length sees nothing
+    block = tl.program_id(0) - _first_block(seq, cu_ptr, BLOCK_Q) + pos0 // BLOCK_Q
+    block *= BLOCK_Q
+    if block >= pos0 + count:
+        return
     low = tl.maximum(block, pos0)
     high = tl.where(length > 0, tl.minimum(block + BLOCK_Q, length), 0)
     offs_r = tl.arange(0, R)

@@ -165,8 +165,8 @@ def test_sound_launches_pass(shown, capsys):
         ),
         (["inspect", "qqq"], "OP is 'qqq', expected the name of an op"),
         (
-            ["inspect", "mla_prefill"],
-            "OP is 'mla_prefill', which runs its reference only, expected an op with kernels",
+            ["inspect", "fp8_linear"],
+            "OP is 'fp8_linear', which runs its reference only, expected an op with kernels",
         ),
         (["inspect", "--arch", "86"], "Invalid value for '--arch': '86' is not one of"),
         (["inspect", "--fast"], "No such option"),

@@ -98,13 +98,17 @@ def test_any_number_of_splits(num_splits, ratio, picks, run):
 def test_random_batches(data):
     lengths = data.draw(st.lists(st.integers(1, 500), min_size=1, max_size=4))
     ratio, picks = data.draw(st.sampled_from([(0, 0), (128, 0), (4, 0), (4, 8), (5, 3)]))
-    dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16]))
+    dtype, dim = data.draw(
+        st.sampled_from(
+            [(torch.float32, 48), (torch.float32, 64), (torch.float32, 128), (torch.bfloat16, 512)]
+        )
+    )
     case = ones(
         lengths, data.draw(st.sampled_from([1, 3, 8, 17])), ratio, picks, dtype=dtype,
         seed=data.draw(st.integers(0, 99)), per_page=data.draw(st.sampled_from([0, 5])),
         page=data.draw(st.sampled_from([128, 64, 7])),
         window=data.draw(st.sampled_from([128, 1, 50])),
-        dim=data.draw(st.sampled_from([64, 48, 128])),
+        dim=dim,
     )  # fmt: skip
     args, kwargs = case.decode()
     splits = data.draw(st.sampled_from([None, 1, 4]))
