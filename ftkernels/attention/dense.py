@@ -11,6 +11,7 @@ from ftkernels import check
 from ftkernels.attention.pools import check_pool, read_rows
 from ftkernels.linear.linear import matmul_rows, wide
 
+_WIDEST = 512
 _OPERANDS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
@@ -113,10 +114,14 @@ def _table(table: torch.Tensor) -> tuple[torch.Tensor, int]:
 
 
 def config_key(q: torch.Tensor, pools: Pools, topk: int) -> dict[str, int]:
-    """Sizes that choose a config: none that batch mates change, so that bits do not either."""
+    """Sizes that choose a config: none that batch mates change, so that bits do not either.
+
+    ``bytes`` is that of an operand, 1 for packed rows.
+    """
+    size = 4 if pools.operand(q) == tl.float32 else pools.window_kv.element_size()
     return {
         "H": q.shape[1], "D": q.shape[2], "ratio": pools.compress_ratio, "topk": topk,
-        "bytes": pools.window_kv.element_size(),
+        "bytes": size,
     }  # fmt: skip
 
 
@@ -135,6 +140,8 @@ def check_queries(
     sin: torch.Tensor | None, softmax_scale: float,
 ) -> None:  # fmt: skip
     check.tensor(op, "q", q, check.FLOATS, (None, None, None), text)
+    if q.shape[2] > _WIDEST:
+        raise ValueError(f"{op}: q is {tuple(q.shape)}, expected {text} with D up to {_WIDEST}")
     if sink is not None:
         check.tensor(op, "sink", sink, (torch.float32,), (q.shape[1],), "[H]", q)
     check.number(op, "softmax_scale", softmax_scale)

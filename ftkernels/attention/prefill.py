@@ -240,7 +240,7 @@ def default_config(key: Case) -> PrefillConfig:
     if key["bytes"] == 1:
         return _packed_config(max(block_h, 8))
     if key["bytes"] == 4:
-        return PrefillConfig(1, max(block_h, 8), 16, 16, 8, 8, 1)
+        return PrefillConfig(1, 8, 16, 16, 8, 8, 1)
     if block_h < 16 and not key["topk"]:
         return PrefillConfig(16 // block_h, block_h, 16, 16, 4, 4, 3)
     if block_h < 16:
@@ -484,6 +484,7 @@ SPEC = KernelSpec(
         {"name": "small-hca", "T": 5, "H": 2, "D": 64, "pos0": 300, "ratio": 128},
         {"name": "exact-csa", "T": 3, "H": 8, "D": 512, "pos0": 300, "ratio": 4, "topk": 40,
          "fp32": 1},
+        {"name": "exact-hca", "T": 3, "H": 64, "D": 512, "pos0": 300, "ratio": 128, "fp32": 1},
         {"name": "flash-tp8-hca-fp8", "T": 3456, "H": 8, "D": 512, "pos0": 3456, "ratio": 128,
          "kv_format": "fp8"},
         *flash_cases({"T": 3456, "pos0": 3456}),

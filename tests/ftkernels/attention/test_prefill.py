@@ -48,8 +48,9 @@ def test_matches_formula(heads, dtype, ratio, picks, run):
 
 
 @each_layer
-def test_matches_formula_with_64_heads(ratio, picks, run):
-    case = Attention([300, 5], [2, 1], 64, ratio, picks, dtype=torch.bfloat16)
+@pytest.mark.parametrize("heads", [64, 128])
+def test_matches_formula_with_many_heads(ratio, picks, heads, run):
+    case = Attention([300, 5], [2, 1], heads, ratio, picks, dtype=torch.bfloat16)
     got, _ = run(mla_prefill, *case.args, **case.kwargs)
     assert_close(got.double(), case.out, row_tol=5e-3)
 
@@ -323,6 +324,12 @@ def test_refusals(name, value, text):
     case = Attention([5], [5], 2)
     with pytest.raises(ValueError, match=text):
         mla_prefill(*case.args, **{**case.kwargs, name: value})
+
+
+def test_heads_too_wide_are_refused():
+    case = Attention([5], [5], 2, dim=520)
+    with pytest.raises(ValueError, match=r"q is \(7, 2, 520\), expected .* with D up to 512"):
+        mla_prefill(*case.args, **case.kwargs)
 
 
 def test_result_over_an_input_is_refused():
