@@ -329,9 +329,10 @@ def _finish(
         tl.store(lse_ptr + heads, lse, mask=live)
     out = mixed * by_row(scale, WIDE)
     if HALF > 0:
+        positions = position + heads * 0
         out = unrotate(
-            out, position + heads * 0, live & (position >= 0), cos_ptr, stride_cos, sin_ptr,
-            stride_sin, D, HALF, SPLIT, WIDE,
+            out, positions, live & (positions >= 0), cos_ptr, stride_cos, sin_ptr, stride_sin,
+            D, HALF, SPLIT, WIDE,
         )  # fmt: skip
     rows = heads.to(tl.int64) * stride_oh
     store_rows(out_ptr, rows, live, out.to(out_ptr.dtype.element_ty), D, D_P2, SPLIT, WIDE)

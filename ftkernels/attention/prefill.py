@@ -410,7 +410,7 @@ def _mla_prefill_kernel(
     out = mixed * by_row(scale, WIDE)
     if HALF > 0:
         out = unrotate(
-            out, positions, live & (length > 0), cos_ptr, stride_cos, sin_ptr, stride_sin,
+            out, positions, live & (positions < high), cos_ptr, stride_cos, sin_ptr, stride_sin,
             D, HALF, SPLIT, WIDE,
         )  # fmt: skip
     store_rows(

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(
     backend.interpreted(), reason="offline compiles need a process without TRITON_INTERPRET"
 )
 PINNED = "3.7."
-FEW_BYTES = 128  # of a thread, stores and loads together
+FEW_BYTES = 320  # of a thread, stores and loads together
 SHARED_BYTES = 101376  # of a block on sm_89, by the vendor's table
 
 CASES = [
