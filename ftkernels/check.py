@@ -170,10 +170,19 @@ def number(op: str, name: str, value: object, low: float | None = None) -> None:
         raise ValueError(f"{op}: {name} is {value}, expected {bound}")
 
 
-def out_dtype(op: str, value: object) -> None:
+def integer(op: str, name: str, value: object, low: int) -> None:
+    """Raise `TypeError` for what is no integer, `ValueError` for one below `low`."""
+    if type(value) is int and value >= low:
+        return
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{op}: {name} is {value!r}, expected an integer >= {low}")
+    raise ValueError(f"{op}: {name} is {value}, expected >= {low}")
+
+
+def out_dtype(op: str, value: object, name: str = "out_dtype") -> None:
     """Refuse a result's element type that is none of the float types."""
     if value not in FLOATS:
-        raise TypeError(f"{op}: out_dtype is {value!r}, expected bfloat16, float16, float32")
+        raise TypeError(f"{op}: {name} is {value!r}, expected bfloat16, float16, float32")
 
 
 def parts(op: str, out: object, count: int) -> tuple[torch.Tensor | None, ...]:
@@ -218,7 +227,8 @@ def given_scratch(op: str, scratch: torch.Tensor | None, like: object) -> None:
 
 
 def scratch(
-    op: str, scratch: torch.Tensor | None, num_bytes: int, like: torch.Tensor
+    op: str, scratch: torch.Tensor | None, num_bytes: int, like: torch.Tensor,
+    others: Sequence[tuple[str, torch.Tensor | None]] = (),
 ) -> torch.Tensor:  # fmt: skip
     """`scratch` after checking it, or a new one of `num_bytes` with zeros where counters stand."""
     if scratch is None:
@@ -226,6 +236,11 @@ def scratch(
         made[:COUNTER_BYTES].zero_()
         return made
     _scratch(op, scratch, num_bytes, like)
+    for name, other in others:
+        require(
+            other is None or not overlaps(scratch, other),
+            f"{op}: scratch is overlapping {name} in memory, expected memory of its own",
+        )
     return scratch
 
 

@@ -79,9 +79,9 @@ def compress_kv(
         cos, sin: rope tables of the compressed layers.
         eps: of the RMSNorm.
         store: "kv" (FP8 round trip of ``c - r`` channels, or packing), "index" (Hadamard and FP4
-            round
-            trip, or packing) or "raw".
+            round trip, or packing) or "raw".
         kv_format: "bf16"/"fp8" for KV rows, "bf16"/"fp4" for index rows.
+        scratch: accepted, and none is needed.
 
     Raises:
         TypeError, ValueError: an argument outside the contract, by name.
@@ -295,6 +295,10 @@ def _check(
     check.rope(op, cos, sin, width, kv)
     shape = (None, *compressor_state_shape(ratio, width))
     check.tensor(op, "state", state, fp32, shape, "[num_states, *compressor_state_shape]", kv)
+    check.require(
+        state.shape[0] < 2 or state.stride(0) != 0,
+        lambda: f"{op}: state has strides {state.stride()}, expected a carry of its own for each",
+    )
     check.tensor(op, "state_index", state_index, int32, (None,), "[S]", kv)
     sequences = state_index.shape[0]
     check.tensor(op, "block_table", block_table, int32, (sequences, None), "[S, max_pages]", kv)
@@ -305,13 +309,13 @@ def _check(
             width & (width - 1) == 0,
             lambda: f"{op}: kv is {tuple(kv.shape)}, expected rows of a power of two for 'index'",
         )
-        check_index_pool(op, "pool", pool, kv_format, width, kv)
+        check_index_pool(op, "pool", pool, kv_format, width, kv, "kv_format")
     else:
-        check_pool(op, "pool", pool, kv_format, width, 2 * cos.shape[1], kv)
         check.require(
-            store == "kv" or kv_format == "bf16",
-            lambda: f"{op}: kv_format is {kv_format!r} with store 'raw', expected 'bf16'",
+            store == "kv" or kv_format != "fp8",
+            f"{op}: kv_format is 'fp8' with store 'raw', expected 'bf16'",
         )
+        check_pool(op, "pool", pool, kv_format, width, 2 * cos.shape[1], kv)
 
 
 @dataclass(frozen=True)

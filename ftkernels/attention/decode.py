@@ -52,7 +52,7 @@ def mla_decode(
     """Attend from the newest token of each sequence; its own rows are already in the pools.
 
     Args:
-        q: ``[S, H, D]``.
+        q: ``[S, H, D]``, D up to 512, S up to 2048 with 64 heads.
         window_kv: ``[pages, P, D]`` or packed; position ``p`` is row ``p % P`` of page ``p // P``.
         window_block_table: ``[S, max_wpages]`` int32; a -1 page is never read.
         seq_lens: ``[S]`` int32; 0 marks a padded row, which gets zeros.
@@ -67,7 +67,8 @@ def mla_decode(
         num_splits: upper bound of the runs a sequence's tiles are cut into.
         out: ``[S, H, D]``, a pair with ``return_lse``.
         scratch: as ``scratch_bytes("mla_decode", S=.., H=.., D=.., topk=.., rows=..)`` says,
-            ``rows`` being what ``block_table`` holds; allocated when omitted.
+            ``rows`` being what ``block_table`` holds, with ``window=`` and ``num_splits=`` where
+            they are not the defaults; allocated when omitted.
 
     Returns:
         ``[S, H, D]`` in the dtype of ``q`` (and ``lse [S, H]`` fp32).
@@ -125,10 +126,8 @@ def _checked(
         window_kv, window_block_table, window, cmp_kv, block_table, compress_ratio, kv_format
     )
     pools.check(op, q, count, 64 if cos is None else 2 * cos.shape[1])
-    check.require(
-        num_splits is None or (isinstance(num_splits, int) and num_splits >= 1),
-        lambda: f"{op}: num_splits is {num_splits!r}, expected None or an integer >= 1",
-    )
+    if num_splits is not None:
+        check.integer(op, "num_splits", num_splits, 1)
     if index_topk is not None:
         check.tensor(op, "index_topk", index_topk, (torch.int32,), (count, None), "[S, topk]", q)
         check.require(cmp_kv is not None, f"{op}: index_topk is given without cmp_kv")
@@ -258,7 +257,8 @@ def _launch(
             f"{COUNTER_BYTES // (4 * blocks)} sequences",
         )
         states = 4 * count * splits * num_heads
-        scratch = check.scratch(op, scratch, COUNTER_BYTES + states * (dim + 2), q)
+        others = (("q", q), ("out", result), ("lse", lse))
+        scratch = check.scratch(op, scratch, COUNTER_BYTES + states * (dim + 2), q, others)
         mixed, sums = (
             scratch[begin : begin + size].view(torch.float32)
             for begin, size in (

@@ -32,7 +32,8 @@ class Pools(NamedTuple):
         size = (count, None)
         text = "[S, max_wpages]"
         check.tensor(op, "window_block_table", self.window_block_table, ints, size, text, q)
-        check.require(self.window >= 1, lambda: f"{op}: window is {self.window}, expected >= 1")
+        check.integer(op, "window", self.window, 1)
+        check.integer(op, "compress_ratio", self.compress_ratio, 0)
         check.require(
             (self.cmp_kv is None) == (self.block_table is None) == (self.compress_ratio == 0),
             lambda: (
@@ -43,8 +44,6 @@ class Pools(NamedTuple):
         if self.cmp_kv is not None and self.block_table is not None:
             check_pool(op, "cmp_kv", self.cmp_kv, self.kv_format, dim, rope_dim, q)
             check.tensor(op, "block_table", self.block_table, ints, size, "[S, max_pages]", q)
-            ratio = self.compress_ratio
-            check.require(ratio >= 1, lambda: f"{op}: compress_ratio is {ratio}, expected >= 1")
 
     @property
     def rows_per_page(self) -> int:
@@ -105,6 +104,8 @@ def _pool_arguments(pool: torch.Tensor, kv_format: str) -> tuple[Any, ...]:
     """Rows, and of packed ones the rotated channels and the scales, then two strides."""
     if kv_format == "bf16":
         return pool, None, None, pool.stride(0), pool.stride(1)
+    if pool.shape[1] == 1:
+        pool = pool[:, 0].unsqueeze(1)  # the stride of a single row may be anything
     views = (pool.view(dtype) for dtype in (torch.float8_e4m3fn, torch.bfloat16, torch.int64))
     return *views, pool.stride(0), pool.stride(1)
 

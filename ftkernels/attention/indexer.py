@@ -73,7 +73,8 @@ def index_select(
     num_tokens, num_rows = index_q.shape[0], block_table.shape[1] * index_k.shape[1]
     if scratch is not None:
         num_bytes = scratch_bytes(T=num_tokens, rows=num_rows, topk=topk)
-        check.scratch("index_select", scratch, num_bytes, index_q)
+        others = (("index_q", index_q), ("out", out))
+        check.scratch("index_select", scratch, num_bytes, index_q, others)
     if num_tokens == 0 or seq_lens.shape[0] == 0:
         return out.fill_(-1)
     if backend.use_reference(index_q):
@@ -130,8 +131,8 @@ def _checked(
     count = seq_lens.shape[0]
     check.tensor(op, "cu_seqlens", cu_seqlens, ints, (count + 1,), "[S+1]", index_q)
     check.tensor(op, "block_table", block_table, ints, (count, None), "[S, max_pages]", index_q)
-    check.number(op, "topk", topk, 1)
-    check.require(ratio >= 1, lambda: f"{op}: compress_ratio is {ratio}, expected >= 1")
+    check.integer(op, "topk", topk, 1)
+    check.integer(op, "compress_ratio", ratio, 1)
     check.require(
         scores in ("fp8", "exact"),
         lambda: f"{op}: scores is {scores!r}, expected 'fp8' or 'exact'",

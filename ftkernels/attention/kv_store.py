@@ -109,8 +109,13 @@ def _check_store(
     num_tokens, head_dim = kv.shape
     check_pool(op, "pool", pool, kv_format, head_dim, rope_dim, kv)
     check.tensor(op, "slot_mapping", slot_mapping, check.INTS, (num_tokens,), "[T]", kv)
+    check.require(
+        not check.overlaps(kv, pool),
+        f"{op}: kv is overlapping pool in memory, expected memory of its own",
+    )
     check.number(op, "eps", eps, 0)
-    if not isinstance(rope_dim, int) or not 0 <= rope_dim <= head_dim:
+    check.integer(op, "rope_dim", rope_dim, 0)
+    if rope_dim > head_dim:
         raise ValueError(f"{op}: rope_dim is {rope_dim!r}, expected 0 to D = {head_dim}")
     if norm_weight is not None:
         check.tensor(op, "norm_weight", norm_weight, check.FLOATS, (head_dim,), "[D]", kv)
@@ -207,7 +212,7 @@ def _checked_load(
     head_dim = pool.shape[-1] if kv_format == "bf16" else 512
     check_pool(op, "pool", pool, kv_format, head_dim, rope_dim, pool)
     check.tensor(op, "slots", slots, check.INTS, (None,), "[N]", pool)
-    check.out_dtype(op, dtype)
+    check.out_dtype(op, dtype, "dtype")
     size = (slots.shape[0], head_dim)
     return check.output(op, out, size, like=pool, dtype=dtype, inputs=(slots,))
 

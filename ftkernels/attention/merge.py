@@ -122,16 +122,13 @@ def outputs(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """``(out, lse)`` after checking them, or new ones; ``lse`` is None unless asked for."""
     if not return_lse:
-        check.require(
-            not isinstance(out, tuple), f"{op}: out is a tuple, expected one tensor without lse"
-        )
-        assert not isinstance(out, tuple)
+        if isinstance(out, tuple | list):
+            kind = type(out).__name__
+            raise ValueError(f"{op}: out is a {kind}, expected one tensor without return_lse")
         return check.output(op, out, size, like=like, dtype=dtype, inputs=inputs), None
-    check.require(
-        out is None or (isinstance(out, tuple) and len(out) == 2),
-        f"{op}: out is not a pair, expected (out, lse) with return_lse",
-    )
-    first, second = out if isinstance(out, tuple) else (None, None)
+    if out is not None and not (isinstance(out, tuple | list) and len(out) == 2):
+        raise ValueError(f"{op}: out is not a pair, expected (out, lse) with return_lse")
+    first, second = (None, None) if out is None else out
     result = check.output(op, first, size, like=like, dtype=dtype, inputs=inputs)
     lse = check.output(
         op, second, size[:2], like=like, dtype=torch.float32, name="lse", inputs=inputs

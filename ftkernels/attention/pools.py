@@ -95,12 +95,13 @@ def check_pool(
 
 
 def check_index_pool(
-    op: str, name: str, pool: torch.Tensor, index_format: str, head_dim: int, like: torch.Tensor
-) -> None:
+    op: str, name: str, pool: torch.Tensor, index_format: str, head_dim: int, like: torch.Tensor,
+    argument: str = "index_format",
+) -> None:  # fmt: skip
     """Refuse an index pool that does not have the form its format promises."""
     check.require(
         index_format in ("bf16", "fp4"),
-        lambda: f"{op}: index_format is {index_format!r}, expected 'bf16' or 'fp4'",
+        lambda: f"{op}: {argument} is {index_format!r}, expected 'bf16' or 'fp4'",
     )
     _check_rows(op, name, pool)
     if index_format == "bf16":
@@ -108,7 +109,7 @@ def check_index_pool(
         return
     check.require(
         head_dim == INDEX_HEAD_DIM,
-        lambda: f"{op}: index_format is 'fp4' with Di {head_dim}, expected {INDEX_HEAD_DIM}",
+        lambda: f"{op}: {argument} is 'fp4' with Di {head_dim}, expected {INDEX_HEAD_DIM}",
     )
     _check_packed(op, name, pool, INDEX_ROW_BYTES, like)
 

@@ -57,7 +57,7 @@ def mla_prefill(
     """Attend from every new token; their own rows are already in the pools.
 
     Args:
-        q: ``[T, H, D]``.
+        q: ``[T, H, D]``, D up to 512.
         window_kv: ``[pages, P, D]`` or packed; position ``p`` is row ``p % P`` of page ``p // P``.
         window_block_table: ``[S, max_wpages]`` int32; a -1 page is never read.
         cu_seqlens, seq_lens: ``[S+1]``, ``[S]`` int32.

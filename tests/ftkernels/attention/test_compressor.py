@@ -498,3 +498,11 @@ def test_refusals():
     args, kwargs = Stream([8], 4).args([8])
     with pytest.raises(ValueError, match=r"kv is \(8, 127\), expected two series"):
         compress_kv(*(x[:, :-1] for x in args[:3]), *args[3:], **kwargs)
+    with pytest.raises(ValueError, match="kv_format is 'fp8' with store 'raw', expected 'bf16'"):
+        compress_kv(*args, **{**kwargs, "store": "raw", "kv_format": "fp8"})
+    with pytest.raises(ValueError, match="kv_format is 'fp8', expected 'bf16' or 'fp4'"):
+        compress_kv(*args, **{**kwargs, "store": "index", "kv_format": "fp8"})
+    shared = list(args)
+    shared[4] = args[4][:1].expand(2, -1, -1, -1)
+    with pytest.raises(ValueError, match=r"state has strides .* expected a carry of its own"):
+        compress_kv(*shared, **kwargs)

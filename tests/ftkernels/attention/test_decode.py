@@ -231,15 +231,16 @@ def test_lengths_about_compression_edges(length, run):
 @pytest.mark.parametrize(
     ("name", "value", "text"),
     [
-        ("num_splits", 0, "num_splits is 0, expected None or an integer >= 1"),
-        ("num_splits", 2.0, "num_splits is 2.0, expected None or an integer >= 1"),
+        ("num_splits", 0, "num_splits is 0, expected >= 1"),
+        ("num_splits", 2.0, "num_splits is 2.0, expected an integer >= 1"),
+        ("num_splits", True, "num_splits is True, expected an integer >= 1"),
         ("index_topk", torch.zeros(1, 4, dtype=torch.int32), "index_topk is given without cmp_kv"),
         ("out", torch.empty(1, 2, 64), "out is not a pair, expected"),
     ],
 )
 def test_refusals(name, value, text):
     args, kwargs = ones([5], 2).decode()
-    with pytest.raises(ValueError, match=text):
+    with pytest.raises((ValueError, TypeError), match=text):
         mla_decode(*args, **{**kwargs, name: value})
 
 
@@ -250,6 +251,26 @@ def test_scratch_too_small(lane):
     size = scratch_bytes("mla_decode", S=1, H=2, D=64)
     with pytest.raises(ValueError, match=f"scratch is {size - 1} bytes, expected at least {size}"):
         mla_decode(*args, **kwargs, scratch=torch.zeros(size - 1, dtype=torch.uint8))
+
+
+def test_scratch_over_other_memory(lane):
+    if lane == "reference":
+        pytest.skip("the reference takes no scratch")
+    (q, *args), kwargs = ones([5], 2).decode()
+    scratch = torch.zeros(1 << 20, dtype=torch.uint8)
+    q = scratch[1024 : 1024 + 4 * q.numel()].view(torch.float32).view(q.shape)
+    with pytest.raises(ValueError, match="scratch is overlapping q in memory"):
+        mla_decode(q, *args, **kwargs, scratch=scratch)
+
+
+def test_packed_pages_of_one_row(run):
+    """Of a page with a single row the row stride says nothing, and may be odd."""
+    case = ones([260], 8, 128, dim=512, rope=64, dtype=torch.bfloat16, kv_format="fp8")
+    args, kwargs = case.decode()
+    pool = kwargs["cmp_kv"]
+    kwargs["cmp_kv"] = pool.as_strided(pool.shape, (pool.stride(0), 1, 1))
+    got, _ = run(mla_decode, *args, **kwargs)
+    assert_close(got.double(), case.out[:1], row_tol=5e-3)
 
 
 def test_empty_batch():

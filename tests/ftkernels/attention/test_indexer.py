@@ -369,12 +369,14 @@ def test_unsorted_or_late_picks_would_fail():
     ("change", "text"),
     [
         ({"topk": 0}, "topk is 0, expected >= 1"),
+        ({"topk": 3.0}, "topk is 3.0, expected an integer >= 1"),
         ({"compress_ratio": 0}, "compress_ratio is 0, expected >= 1"),
+        ({"compress_ratio": 2.5}, "compress_ratio is 2.5, expected an integer >= 1"),
         ({"scores": "bf16"}, "scores is 'bf16', expected 'fp8' or 'exact'"),
         ({"index_format": "fp4"}, "index_format is 'fp4' with Di 32, expected 128"),
     ],
 )
 def test_refusals(change, text):
     args, _, _ = batch([40], [4], 2)
-    with pytest.raises(ValueError, match=text):
+    with pytest.raises((ValueError, TypeError), match=text):
         index_select(*args, **{"topk": 4, **change})

@@ -290,8 +290,30 @@ def test_empty(device, run):
             ),
             "pool is not 16-byte aligned, expected pages that are",
         ),
+        (
+            lambda: store_kv(*overlapping(), torch.arange(1, 5), rope_dim=0),
+            "kv is overlapping pool in memory, expected memory of its own",
+        ),
+        (
+            lambda: store_kv(
+                torch.zeros(2, 64), torch.zeros(1, 4, 64), torch.zeros(2).long(), rope_dim=2.0
+            ),
+            "rope_dim is 2.0, expected an integer >= 0",
+        ),
+        (
+            lambda: load_kv(
+                torch.zeros(1, 4, 64), torch.zeros(1).long(), kv_format="bf16", dtype=torch.int32
+            ),
+            "load_kv: dtype is torch.int32, expected bfloat16, float16, float32",
+        ),
     ],
 )  # fmt: skip
 def test_refusals(call, text):
-    with pytest.raises(ValueError, match=text):
+    with pytest.raises((ValueError, TypeError), match=text):
         call()
+
+
+def overlapping():
+    """Rows of a pool as the rows to store in it: whoever writes first changes what is read."""
+    pool = torch.zeros(1, 8, 64)
+    return pool[0, :4], pool

@@ -312,6 +312,10 @@ def test_wrong_formulas_are_far(change, run):
     ("name", "value", "text"),
     [
         ("window", 0, "window is 0, expected >= 1"),
+        ("window", 128.0, "window is 128.0, expected an integer >= 1"),
+        ("window", "4", "window is '4', expected an integer >= 1"),
+        ("compress_ratio", 4.0, "compress_ratio is 4.0, expected an integer >= 0"),
+        ("out", [torch.empty(7, 2, 64)], "out is not a pair"),
         ("kv_format", "fp4", "kv_format is 'fp4', expected 'bf16' or 'fp8'"),
         ("sink", torch.zeros(3), r"sink is \(3,\), expected \[H\] = \[2\]"),
         ("compress_ratio", 4, "partly given"),
@@ -322,7 +326,7 @@ def test_wrong_formulas_are_far(change, run):
 )
 def test_refusals(name, value, text):
     case = Attention([5], [5], 2)
-    with pytest.raises(ValueError, match=text):
+    with pytest.raises((ValueError, TypeError), match=text):
         mla_prefill(*case.args, **{**case.kwargs, name: value})
 
 
