@@ -314,7 +314,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     device = parser.parse_args().device
-    print(f"requests of {ToyEngine.seq_lens} tokens, 8 heads of 512, bf16, on {device}")
+    plain = ftkernels.backend.use_reference(torch.empty(0, device=device))
+    path = "plain-torch references" if plain else "Triton kernels"
+    print(f"requests of {ToyEngine.seq_lens} tokens, 8 heads of 512, bf16, on {device}: {path}")
     print("largest difference from fp64, relative to the largest value of the row:")
     for text, (window_block, rows_block, shared) in LAYOUTS.items():
         print(text)
