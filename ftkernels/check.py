@@ -137,6 +137,23 @@ def output(
     return out
 
 
+def written(
+    op: str, name: str, target: torch.Tensor, inputs: Sequence[tuple[str, torch.Tensor]]
+) -> None:
+    """Refuse a tensor that is changed in place and shares memory with an input, or with itself."""
+    if not isinstance(target, torch.Tensor) or target.is_meta:
+        return
+    if target.shape[0] > 1 and target.stride(0) == 0:
+        raise ValueError(
+            f"{op}: {name} has strides {target.stride()}, expected memory of its own for each entry"
+        )
+    for other, source in inputs:
+        if isinstance(source, torch.Tensor) and overlaps(target, source):
+            raise ValueError(
+                f"{op}: {name} is overlapping {other} in memory, expected memory of its own"
+            )
+
+
 def overlaps(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether the memory spans of two tensors meet (meta tensors: never)."""
     if a.is_meta or a.device != b.device or not a.numel() or not b.numel():

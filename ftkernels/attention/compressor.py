@@ -49,6 +49,8 @@ def compressor_state_shape(compress_ratio: int, width: int) -> tuple[int, ...]:
     Raises:
         ValueError: another ratio.
     """
+    for name, value in (("compress_ratio", compress_ratio), ("width", width)):
+        check.integer("compressor_state_shape", name, value, 1)
     check.require(
         compress_ratio in (CSA_RATIO, HCA_RATIO),
         lambda: f"compressor_state_shape: compress_ratio is {compress_ratio}, expected 4 or 128",
@@ -271,6 +273,7 @@ def _check(
 ) -> None:  # fmt: skip
     op, fp32, int32 = "compress_kv", (torch.float32,), (torch.int32,)
     check.number(op, "eps", eps, 0)
+    check.integer(op, "compress_ratio", ratio, 1)
     check.require(
         ratio in (CSA_RATIO, HCA_RATIO),
         lambda: f"{op}: compress_ratio is {ratio}, expected 4 or 128",
@@ -295,10 +298,7 @@ def _check(
     check.rope(op, cos, sin, width, kv)
     shape = (None, *compressor_state_shape(ratio, width))
     check.tensor(op, "state", state, fp32, shape, "[num_states, *compressor_state_shape]", kv)
-    check.require(
-        state.shape[0] < 2 or state.stride(0) != 0,
-        lambda: f"{op}: state has strides {state.stride()}, expected a carry of its own for each",
-    )
+    check.written(op, "state", state, (("kv", kv), ("gate", gate), ("pool", pool)))
     check.tensor(op, "state_index", state_index, int32, (None,), "[S]", kv)
     sequences = state_index.shape[0]
     check.tensor(op, "block_table", block_table, int32, (sequences, None), "[S, max_pages]", kv)
@@ -316,6 +316,7 @@ def _check(
             f"{op}: kv_format is 'fp8' with store 'raw', expected 'bf16'",
         )
         check_pool(op, "pool", pool, kv_format, width, 2 * cos.shape[1], kv)
+    check.written(op, "pool", pool, (("kv", kv), ("gate", gate)))
 
 
 @dataclass(frozen=True)

@@ -76,11 +76,13 @@ def mla_decode(
     Raises:
         TypeError, ValueError: an argument outside the contract, by name.
     """
-    check.given_scratch("mla_decode", scratch, q)
     pools = _checked(
         q, window_kv, window_block_table, seq_lens, softmax_scale, sink, window, cmp_kv,
         block_table, compress_ratio, index_topk, kv_format, cos, sin, num_splits,
     )  # fmt: skip
+    if scratch is not None:
+        num_bytes = COUNTER_BYTES + _states_bytes(q, pools, index_topk, num_splits)
+        check.scratch("mla_decode", scratch, num_bytes, q, (("q", q),))
     if backend.use_reference(q):
         return _decode(
             q, pools, seq_lens, softmax_scale, sink, index_topk, cos, sin, return_lse, out
@@ -128,6 +130,9 @@ def _checked(
     pools.check(op, q, count, 64 if cos is None else 2 * cos.shape[1])
     if num_splits is not None:
         check.integer(op, "num_splits", num_splits, 1)
+    most = COUNTER_BYTES // (4 * max(1, triton.cdiv(q.shape[1], 8)))
+    if count > most:
+        raise ValueError(f"{op}: q is {tuple(q.shape)}, expected at most {most} sequences")
     if index_topk is not None:
         check.tensor(op, "index_topk", index_topk, (torch.int32,), (count, None), "[S, topk]", q)
         check.require(cmp_kv is not None, f"{op}: index_topk is given without cmp_kv")
@@ -224,7 +229,8 @@ def _most_splits(num_heads: int, window: int, rows: int, num_splits: int | None)
 
     More than a sequence has tiles changes nothing, so that a table's width does not either.
     """
-    most = num_splits or max(1, _MOST_BLOCKS // triton.cdiv(num_heads, 8 if num_heads <= 8 else 16))
+    blocks = max(1, triton.cdiv(num_heads, 8 if num_heads <= 8 else 16))
+    most = num_splits or max(1, _MOST_BLOCKS // blocks)
     return min(most, triton.cdiv(window, _TILE) + triton.cdiv(rows, _TILE))
 
 
@@ -235,6 +241,16 @@ def _scratch(
     """``topk`` is the width of ``index_topk``, without picks ``rows`` what the table holds."""
     splits = _most_splits(H, window, topk or rows, num_splits or None)
     return COUNTER_BYTES + 4 * S * splits * H * (D + 2)
+
+
+def _states_bytes(
+    q: torch.Tensor, pools: Pools, index_topk: torch.Tensor | None, num_splits: int | None
+) -> int:
+    """States of all runs."""
+    count, num_heads, dim = q.shape
+    rows = pools.most_rows if index_topk is None else index_topk.shape[1]
+    splits = _most_splits(num_heads, pools.window, rows, num_splits)
+    return 4 * count * splits * num_heads * (dim + 2)
 
 
 def _launch(
@@ -251,11 +267,6 @@ def _launch(
         cfg = config.lookup(op, config_key(q, pools, topk), default_config)
         splits = _most_splits(num_heads, pools.window, rows, num_splits)
         blocks = triton.cdiv(num_heads, cfg.block_h)
-        check.require(
-            4 * count * blocks <= COUNTER_BYTES,
-            lambda: f"{op}: q is {tuple(q.shape)}, expected at most "
-            f"{COUNTER_BYTES // (4 * blocks)} sequences",
-        )
         states = 4 * count * splits * num_heads
         others = (("q", q), ("out", result), ("lse", lse))
         scratch = check.scratch(op, scratch, COUNTER_BYTES + states * (dim + 2), q, others)

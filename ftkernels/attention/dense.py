@@ -131,6 +131,10 @@ def _gather(
 ) -> torch.Tensor:
     # past the table lie rows that nobody sees yet
     last = table.shape[0] * size - 1
+    if last < 0 or pool.shape[0] == 0:
+        # no row exists: what is asked for lies under masks
+        width = 512 if kv_format == "fp8" else pool.shape[2]
+        return torch.zeros(*numbers.shape, width, device=pool.device)
     if numbers.shape[0] and int(numbers[-1]) > last:
         numbers = numbers.clamp(max=last)
     return read_rows(pool, table[numbers // size], numbers % size, kv_format)
@@ -141,8 +145,10 @@ def check_queries(
     sin: torch.Tensor | None, softmax_scale: float,
 ) -> None:  # fmt: skip
     check.tensor(op, "q", q, check.FLOATS, (None, None, None), text)
-    if q.shape[2] > _WIDEST:
+    if not 1 <= q.shape[2] <= _WIDEST:
         raise ValueError(f"{op}: q is {tuple(q.shape)}, expected {text} with D up to {_WIDEST}")
+    if cos is not None and q.shape[2] % 2:
+        raise ValueError(f"{op}: q is {tuple(q.shape)}, expected an even D to rotate back")
     if sink is not None:
         check.tensor(op, "sink", sink, (torch.float32,), (q.shape[1],), "[H]", q)
     check.number(op, "softmax_scale", softmax_scale)

@@ -123,6 +123,10 @@ def _checked(
     op = "index_select"
     check.tensor(op, "index_q", index_q, check.FLOATS, (None, None, None), "[T, Hi, Di]")
     num_tokens, heads, dim = index_q.shape
+    check.require(
+        heads > 0 and dim > 0,
+        lambda: f"{op}: index_q is {tuple(index_q.shape)}, expected at least one head and channel",
+    )
     size = (num_tokens, heads)
     check.tensor(op, "index_weights", index_weights, (torch.float32,), size, "[T, Hi]", index_q)
     check_index_pool(op, "index_k", index_k, index_format, dim, index_q)

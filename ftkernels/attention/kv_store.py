@@ -109,10 +109,7 @@ def _check_store(
     num_tokens, head_dim = kv.shape
     check_pool(op, "pool", pool, kv_format, head_dim, rope_dim, kv)
     check.tensor(op, "slot_mapping", slot_mapping, check.INTS, (num_tokens,), "[T]", kv)
-    check.require(
-        not check.overlaps(kv, pool),
-        f"{op}: kv is overlapping pool in memory, expected memory of its own",
-    )
+    check.written(op, "pool", pool, (("kv", kv),))
     check.number(op, "eps", eps, 0)
     check.integer(op, "rope_dim", rope_dim, 0)
     if rope_dim > head_dim:
@@ -136,6 +133,14 @@ def _store(
     cos: torch.Tensor | None, sin: torch.Tensor | None,
 ) -> None:  # fmt: skip
     num_tokens, head_dim = kv.shape
+    rows, slots = pool.shape[1], slot_mapping.long()
+    if (int(slots) if num_tokens == 1 else int(slots.min())) < 0:
+        # nothing of a skipped token is read
+        live = slots >= 0
+        slots, kv = slots[live], kv[live]
+        positions = None if positions is None else positions[live]
+        if not slots.numel():
+            return
     if norm_weight is not None:
         kv = normed(kv, norm_weight, eps).to(kv.dtype)
     if positions is not None and cos is not None and sin is not None:
@@ -144,16 +149,10 @@ def _store(
         kv = rotate(kv, positions, cos, sin, False, out)
     if round_trip and kv_format == "bf16":
         kv = round_tripped(kv, "fp8", KV_GROUP, head_dim - rope_dim)
-    rows = pool.shape[1]
-    if num_tokens == 1 and kv_format == "bf16":
-        slot = int(slot_mapping)
-        if slot >= 0:
-            pool[slot // rows, slot % rows] = kv[0]
+    if kv.shape[0] == 1 and kv_format == "bf16":
+        slot = int(slots)
+        pool[slot // rows, slot % rows] = kv[0]
         return
-    slots = slot_mapping.long()
-    if int(slots.min()) < 0:
-        live = slots >= 0
-        slots, kv = slots[live], kv[live]
     write_rows(pool, slots // rows, slots % rows, kv, kv_format)
 
 

@@ -111,9 +111,10 @@ def mla_prefill_reference(
         q, window_kv, window_block_table, cu_seqlens, seq_lens, softmax_scale, sink, window,
         cmp_kv, block_table, compress_ratio, index_topk, kv_format, cos, sin, return_lse, out,
     )  # fmt: skip
-    _prefill(
-        q, pools, cu_seqlens, seq_lens, softmax_scale, sink, index_topk, cos, sin, result, lse
-    )
+    if result.numel():
+        _prefill(
+            q, pools, cu_seqlens, seq_lens, softmax_scale, sink, index_topk, cos, sin, result, lse
+        )
     return result if lse is None else (result, lse)
 
 

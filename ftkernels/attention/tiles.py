@@ -234,9 +234,9 @@ def compressed_tiles(
 @triton.jit
 def normalize(top, total, sink_ptr, heads, live, HAS_SINK: tl.constexpr):
     """Factor that turns ``mixed`` into the result, and the natural log-sum over the keys."""
-    some = total > 0.0
-    lse = (top + tl.log2(tl.where(some, total, 1.0))) / LOG2_E
-    lse = tl.where(some, lse, float("-inf"))
+    none = total == 0.0  # not "no more than zero", which a NaN is not either
+    lse = (top + tl.log2(tl.where(none, 1.0, total))) / LOG2_E
+    lse = tl.where(none, float("-inf"), lse)
     if HAS_SINK:
         sink = tl.load(sink_ptr + heads, mask=live, other=0.0) * LOG2_E
         joint = tl.maximum(top, sink)
@@ -244,7 +244,7 @@ def normalize(top, total, sink_ptr, heads, live, HAS_SINK: tl.constexpr):
         denominator = total * decay + tl.exp2(sink - joint)
     else:
         decay, denominator = tl.full(total.shape, 1.0, tl.float32), total
-    return decay / tl.where(denominator > 0.0, denominator, 1.0), lse
+    return decay / tl.where(denominator == 0.0, 1.0, denominator), lse
 
 
 @triton.jit

@@ -504,5 +504,5 @@ def test_refusals():
         compress_kv(*args, **{**kwargs, "store": "index", "kv_format": "fp8"})
     shared = list(args)
     shared[4] = args[4][:1].expand(2, -1, -1, -1)
-    with pytest.raises(ValueError, match=r"state has strides .* expected a carry of its own"):
+    with pytest.raises(ValueError, match=r"state has strides .* expected memory of its own"):
         compress_kv(*shared, **kwargs)

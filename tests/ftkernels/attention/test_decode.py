@@ -244,18 +244,14 @@ def test_refusals(name, value, text):
         mla_decode(*args, **{**kwargs, name: value})
 
 
-def test_scratch_too_small(lane):
-    if lane == "reference":
-        pytest.skip("the reference takes no scratch")
+def test_scratch_too_small():
     args, kwargs = ones([5], 2).decode()
     size = scratch_bytes("mla_decode", S=1, H=2, D=64)
     with pytest.raises(ValueError, match=f"scratch is {size - 1} bytes, expected at least {size}"):
         mla_decode(*args, **kwargs, scratch=torch.zeros(size - 1, dtype=torch.uint8))
 
 
-def test_scratch_over_other_memory(lane):
-    if lane == "reference":
-        pytest.skip("the reference takes no scratch")
+def test_scratch_over_other_memory():
     (q, *args), kwargs = ones([5], 2).decode()
     scratch = torch.zeros(1 << 20, dtype=torch.uint8)
     q = scratch[1024 : 1024 + 4 * q.numel()].view(torch.float32).view(q.shape)
@@ -271,6 +267,13 @@ def test_packed_pages_of_one_row(run):
     kwargs["cmp_kv"] = pool.as_strided(pool.shape, (pool.stride(0), 1, 1))
     got, _ = run(mla_decode, *args, **kwargs)
     assert_close(got.double(), case.out[:1], row_tol=5e-3)
+
+
+def test_too_many_sequences():
+    (q, pool, table, lens), kwargs = ones([5], 64).decode()
+    many = [x.repeat(2049, *[1] * (x.ndim - 1)) for x in (q, table, lens)]
+    with pytest.raises(ValueError, match=r"q is \(2049, 64, 64\), expected at most 2048 sequences"):
+        mla_decode(many[0], pool, *many[1:], **kwargs)
 
 
 def test_empty_batch():

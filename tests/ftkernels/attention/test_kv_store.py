@@ -254,6 +254,19 @@ def test_compiles_with_wide_strides(kv_format):
         assert report.check().ld128
 
 
+@pytest.mark.parametrize("slots", [[2, -1, 0, -1, 3], [-1], [-1, -1]])
+def test_nothing_of_a_skipped_token_is_read(slots, device, run):
+    count = len(slots)
+    kv, angles = randn(count, 64, device=device), randn(9, 8, device=device)
+    kv[[s < 0 for s in slots]] = float("nan")
+    positions = torch.tensor([10**9 if s < 0 else 4 for s in slots], device=device)
+    pool = torch.zeros(1, 4, 64, device=device)
+    tables = {"positions": positions, "cos": angles.cos(), "sin": angles.sin(), "rope_dim": 16}
+    run(store_kv, kv, pool, torch.tensor(slots, device=device), **tables)
+    assert pool.isfinite().all()
+    assert [bool(row.any()) for row in pool[0]] == [s in slots for s in range(4)]
+
+
 def test_empty(device, run):
     kv, pool = torch.zeros(0, 64, device=device), torch.zeros(1, 4, 64, device=device)
     none = torch.zeros(0, dtype=torch.int32, device=device)
@@ -292,7 +305,7 @@ def test_empty(device, run):
         ),
         (
             lambda: store_kv(*overlapping(), torch.arange(1, 5), rope_dim=0),
-            "kv is overlapping pool in memory, expected memory of its own",
+            "pool is overlapping kv in memory, expected memory of its own",
         ),
         (
             lambda: store_kv(

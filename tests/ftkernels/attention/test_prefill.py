@@ -336,6 +336,34 @@ def test_heads_too_wide_are_refused():
         mla_prefill(*case.args, **case.kwargs)
 
 
+def test_odd_heads_are_not_rotated():
+    case = Attention([5], [5], 2, dim=33)
+    with pytest.raises(ValueError, match=r"q is \(7, 2, 33\), expected an even D to rotate back"):
+        mla_prefill(*case.args, **case.kwargs)
+
+
+@pytest.mark.parametrize("picks", [0, 3])
+def test_no_compressed_row_at_all(picks, run):
+    """Prompts too short for a row have no page of rows, and a table of no width."""
+    case = Attention([3, 2], [3, 2], 2)
+    more = {"cmp_kv": torch.zeros(0, 32, 64), "compress_ratio": 4}
+    more["block_table"] = torch.zeros(2, 0, dtype=torch.int32)
+    if picks:
+        more["index_topk"] = torch.full((7, picks), -1, dtype=torch.int32)
+    got, _ = run(mla_prefill, *case.args, **case.kwargs, **more)
+    assert_close(got.double(), case.out, row_tol=1e-5)
+
+
+def test_a_nan_shows_in_the_result_and_in_its_logsum(run):
+    case = Attention([40], [2], 2)
+    case.args[0][0, 1, 5] = float("nan")
+    got, lse = run(mla_prefill, *case.args, **case.kwargs)
+    assert got[0, 1].isnan().all()
+    assert lse[0, 1].isnan()
+    assert got[0, 0].isfinite().all()
+    assert lse[0, 0].isfinite()
+
+
 def test_result_over_an_input_is_refused():
     case = Attention([5], [5], 2)
     out = (case.args[0], torch.empty(7, 2))
