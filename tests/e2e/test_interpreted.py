@@ -120,23 +120,16 @@ def test_same_tokens_as_the_references(demos):
     assert values == pytest.approx(logprobs, abs=1e-5)
 
 
-def test_chunks_against_transformers(demos, oracles, tmp_path):
-    ids = prompt(300 if SLOW else 130, 512)
-    got = interpreted(tmp_path, demos["tiny"], "exact", "chunked", ids)
+@pytest.mark.parametrize(
+    ("what", "length", "whole_length"), [("chunked", 130, 300), ("token_by_token", 9, 129)]
+)
+def test_logits_against_transformers(demos, oracles, tmp_path, what, length, whole_length):
+    ids = prompt(whole_length if SLOW else length, 512)
+    got = interpreted(tmp_path, demos["tiny"], "exact", what, ids)
     with torch.no_grad():
         expected = oracles["tiny"](torch.tensor([ids])).logits[0]
     error = relative(got, expected)
-    print(f"\n{len(ids)} tokens in chunks of 128: {error:.2e} of the largest logit")
-    assert error < LOGIT_TOL
-
-
-def test_tokens_one_by_one_against_transformers(demos, oracles, tmp_path):
-    ids = prompt(129 if SLOW else 9, 512)
-    got = interpreted(tmp_path, demos["tiny"], "exact", "token_by_token", ids)
-    with torch.no_grad():
-        expected = oracles["tiny"](torch.tensor([ids])).logits[0]
-    error = relative(got, expected)
-    print(f"\n{len(ids)} tokens one by one: {error:.2e} of the largest logit")
+    print(f"\n{len(ids)} tokens, {what}: {error:.2e} of the largest logit")
     assert error < LOGIT_TOL
 
 

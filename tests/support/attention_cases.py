@@ -2,17 +2,49 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map
 
+from ftkernels import backend
 from ftkernels.attention.kv_store import load_kv_reference, store_kv_reference
 from ftkernels.attention.pools import empty_pool
 from ftkernels.testing import randn
 
 WINDOW = 128
+DEVICE = "cuda" if torch.cuda.is_available() and not backend.interpreted() else "cpu"
+
+
+def carried(op: Callable[..., Any], device: str = DEVICE) -> Callable[..., Any]:
+    """``op`` for tensors on the CPU: computed on the tests' device, with the strides they have.
+
+    Results, ``out`` and ``scratch`` come back to where they were.
+    """
+    if device == "cpu":
+        return op
+
+    def there(x: object) -> object:
+        if not isinstance(x, torch.Tensor):
+            return x
+        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device).copy_(x)
+
+    @functools.wraps(op)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        moved = tree_map(there, kwargs)
+        result = op(*tree_map(there, args), **moved)
+        for name in ("out", "scratch"):
+            if kwargs.get(name) is not None:
+                tree_map(lambda mine, new: mine.copy_(new), kwargs[name], moved[name])
+        if kwargs.get("out") is not None:
+            return kwargs["out"]
+        return tree_map(lambda x: x.cpu(), result)
+
+    return call
 
 
 @dataclass

@@ -16,18 +16,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ftkernels import scratch_bytes
-from ftkernels.attention.decode import mla_decode, mla_decode_reference
-from ftkernels.attention.prefill import mla_prefill
+from ftkernels.attention import decode
+from ftkernels.attention.decode import mla_decode_reference
 from ftkernels.spec import COUNTER_BYTES
 from ftkernels.testing import assert_close, count_launches, randn
-from tests.ftkernels.attention.test_prefill import far_pool
-from tests.support.attention_cases import Attention, attend
-
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 5e-3, torch.float16: 5e-3}
-LENGTHS = [1, 300, 129, 128, 4, 3]
-each_layer = pytest.mark.parametrize(
-    ("ratio", "picks"), [(0, 0), (128, 0), (4, 0), (4, 24)], ids=["swa", "hca", "all", "csa"]
+from tests.ftkernels.attention.test_prefill import (
+    TOLERANCE,
+    each_layer,
+    far_pool,
+    mla_prefill,
 )
+from tests.support.attention_cases import Attention, attend, carried
+
+mla_decode = carried(decode.mla_decode)
+
+LENGTHS = [1, 300, 129, 128, 4, 3]
 
 
 def ones(lengths, heads, ratio=0, picks=0, **kwargs):
@@ -241,14 +244,14 @@ def test_lengths_about_compression_edges(length, run):
 def test_refusals(name, value, text):
     args, kwargs = ones([5], 2).decode()
     with pytest.raises((ValueError, TypeError), match=text):
-        mla_decode(*args, **{**kwargs, name: value})
+        decode.mla_decode(*args, **{**kwargs, name: value})
 
 
 def test_scratch_too_small():
     args, kwargs = ones([5], 2).decode()
     size = scratch_bytes("mla_decode", S=1, H=2, D=64)
     with pytest.raises(ValueError, match=f"scratch is {size - 1} bytes, expected at least {size}"):
-        mla_decode(*args, **kwargs, scratch=torch.zeros(size - 1, dtype=torch.uint8))
+        decode.mla_decode(*args, **kwargs, scratch=torch.zeros(size - 1, dtype=torch.uint8))
 
 
 def test_scratch_over_other_memory():
@@ -256,7 +259,7 @@ def test_scratch_over_other_memory():
     scratch = torch.zeros(1 << 20, dtype=torch.uint8)
     q = scratch[1024 : 1024 + 4 * q.numel()].view(torch.float32).view(q.shape)
     with pytest.raises(ValueError, match="scratch is overlapping q in memory"):
-        mla_decode(q, *args, **kwargs, scratch=scratch)
+        decode.mla_decode(q, *args, **kwargs, scratch=scratch)
 
 
 def test_packed_pages_of_one_row(run):
@@ -273,7 +276,7 @@ def test_too_many_sequences():
     (q, pool, table, lens), kwargs = ones([5], 64).decode()
     many = [x.repeat(2049, *[1] * (x.ndim - 1)) for x in (q, table, lens)]
     with pytest.raises(ValueError, match=r"q is \(2049, 64, 64\), expected at most 2048 sequences"):
-        mla_decode(many[0], pool, *many[1:], **kwargs)
+        decode.mla_decode(many[0], pool, *many[1:], **kwargs)
 
 
 def test_empty_batch():

@@ -1,7 +1,7 @@
 """What the compiled attention kernels are made of, and what a launch needs besides them.
 
-Mutants run, each noticed: a tile loaded row by row with another order of its axes (no copies past
-the registers), fp32 operands, ``torch.zeros`` for scratch, splits by the batch.
+Mutants run, each noticed: fp32 operands, rows off their alignment by one element, a result cleared
+before the launch, runs of a decode by the batch.
 """
 
 from __future__ import annotations

@@ -19,9 +19,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ftkernels.attention.prefill import mla_prefill, mla_prefill_reference
+from ftkernels.attention import prefill
+from ftkernels.attention.prefill import mla_prefill_reference
 from ftkernels.testing import assert_close, count_launches, randn
-from tests.support.attention_cases import WINDOW, Attention, attend
+from tests.support.attention_cases import WINDOW, Attention, attend, carried
+
+mla_prefill = carried(prefill.mla_prefill)
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 5e-3, torch.float16: 5e-3}
 LAYERS = [(0, 0), (128, 0), (4, 0), (4, 24)]
@@ -327,19 +330,19 @@ def test_wrong_formulas_are_far(change, run):
 def test_refusals(name, value, text):
     case = Attention([5], [5], 2)
     with pytest.raises((ValueError, TypeError), match=text):
-        mla_prefill(*case.args, **{**case.kwargs, name: value})
+        prefill.mla_prefill(*case.args, **{**case.kwargs, name: value})
 
 
 def test_heads_too_wide_are_refused():
     case = Attention([5], [5], 2, dim=520)
     with pytest.raises(ValueError, match=r"q is \(7, 2, 520\), expected .* with D up to 512"):
-        mla_prefill(*case.args, **case.kwargs)
+        prefill.mla_prefill(*case.args, **case.kwargs)
 
 
 def test_odd_heads_are_not_rotated():
     case = Attention([5], [5], 2, dim=33)
     with pytest.raises(ValueError, match=r"q is \(7, 2, 33\), expected an even D to rotate back"):
-        mla_prefill(*case.args, **case.kwargs)
+        prefill.mla_prefill(*case.args, **case.kwargs)
 
 
 @pytest.mark.parametrize("picks", [0, 3])
@@ -368,7 +371,7 @@ def test_result_over_an_input_is_refused():
     case = Attention([5], [5], 2)
     out = (case.args[0], torch.empty(7, 2))
     with pytest.raises(ValueError, match="out is overlapping an input"):
-        mla_prefill(*case.args, **case.kwargs, out=out)
+        prefill.mla_prefill(*case.args, **case.kwargs, out=out)
 
 
 def test_empty_batches():
