@@ -147,8 +147,9 @@ def written(
         raise ValueError(
             f"{op}: {name} has strides {target.stride()}, expected memory of its own for each entry"
         )
+    begin, end = _span(target) if target.numel() else (0, 0)
     for other, source in inputs:
-        if isinstance(source, torch.Tensor) and overlaps(target, source):
+        if not source.is_meta and _meets(source, begin, end):
             raise ValueError(
                 f"{op}: {name} is overlapping {other} in memory, expected memory of its own"
             )
