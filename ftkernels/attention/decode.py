@@ -21,6 +21,7 @@ from ftkernels.attention.merge import outputs
 from ftkernels.attention.prefill import SPEC as _PREFILL
 from ftkernels.attention.prefill import Result, flash_cases, rows_seen
 from ftkernels.attention.tiles import (
+    LOG2_E,
     NEVER,
     by_row,
     compressed_tiles,
@@ -35,7 +36,6 @@ from ftkernels.rope.rope import rotate
 from ftkernels.spec import COUNTER_BYTES, Case, Inputs, KernelSpec
 from ftkernels.target import Target
 
-_LOG2_E = 1.4426950408889634
 _TILE = 16  # rows
 _MOST_BLOCKS = 256  # of one sequence: twice the SMs of the largest card in mind
 
@@ -81,7 +81,8 @@ def mla_decode(
         block_table, compress_ratio, index_topk, kv_format, cos, sin, num_splits,
     )  # fmt: skip
     if scratch is not None:
-        num_bytes = COUNTER_BYTES + _states_bytes(q, pools, index_topk, num_splits)
+        count, heads, dim = q.shape
+        num_bytes = _num_bytes(count, heads, dim, _splits(q, pools, index_topk, num_splits))
         check.scratch("mla_decode", scratch, num_bytes, q, (("q", q),))
     if backend.use_reference(q):
         return _decode(
@@ -239,18 +240,19 @@ def _scratch(
     num_splits: int = 0,
 ) -> int:  # fmt: skip
     """``topk`` is the width of ``index_topk``, without picks ``rows`` what the table holds."""
-    splits = _most_splits(H, window, topk or rows, num_splits or None)
-    return COUNTER_BYTES + 4 * S * splits * H * (D + 2)
+    return _num_bytes(S, H, D, _most_splits(H, window, topk or rows, num_splits or None))
 
 
-def _states_bytes(
+def _num_bytes(count: int, num_heads: int, dim: int, splits: int) -> int:
+    """Counters, then the state of every run: largest score, sum and mixed rows of each head."""
+    return COUNTER_BYTES + 4 * count * splits * num_heads * (dim + 2)
+
+
+def _splits(
     q: torch.Tensor, pools: Pools, index_topk: torch.Tensor | None, num_splits: int | None
 ) -> int:
-    """States of all runs."""
-    count, num_heads, dim = q.shape
     rows = pools.most_rows if index_topk is None else index_topk.shape[1]
-    splits = _most_splits(num_heads, pools.window, rows, num_splits)
-    return 4 * count * splits * num_heads * (dim + 2)
+    return _most_splits(q.shape[1], pools.window, rows, num_splits)
 
 
 def _launch(
@@ -262,21 +264,16 @@ def _launch(
     op = "mla_decode"
     count, num_heads, dim = q.shape
     topk = 0 if index_topk is None else index_topk.shape[1]
-    rows = topk if index_topk is not None else pools.most_rows
+    splits = _splits(q, pools, index_topk, num_splits)
     with backend.on_device(q):
         cfg = config.lookup(op, config_key(q, pools, topk), default_config)
-        splits = _most_splits(num_heads, pools.window, rows, num_splits)
-        blocks = triton.cdiv(num_heads, cfg.block_h)
-        states = 4 * count * splits * num_heads
         others = (("q", q), ("out", result), ("lse", lse))
-        scratch = check.scratch(op, scratch, COUNTER_BYTES + states * (dim + 2), q, others)
-        mixed, sums = (
-            scratch[begin : begin + size].view(torch.float32)
-            for begin, size in (
-                (COUNTER_BYTES, states * dim), (COUNTER_BYTES + states * dim, 2 * states)
-            )
-        )  # fmt: skip
-        _mla_decode_kernel[(count, splits, blocks)](
+        num_bytes = _num_bytes(count, num_heads, dim, splits)
+        scratch = check.scratch(op, scratch, num_bytes, q, others)
+        states = count * splits * num_heads
+        floats = scratch[COUNTER_BYTES:num_bytes].view(torch.float32)
+        mixed, sums = floats.split((states * dim, 2 * states))
+        _mla_decode_kernel[(count, splits, triton.cdiv(num_heads, cfg.block_h))](
             q, q.stride(0), q.stride(1),
             *pools.window_arguments(),
             seq_lens,
@@ -288,15 +285,12 @@ def _launch(
             result, result.stride(0), result.stride(1),
             lse, 0 if lse is None else lse.stride(0),
             scratch[:COUNTER_BYTES].view(torch.int32), mixed, sums,
-            num_heads, topk, softmax_scale * _LOG2_E,
-            WINDOW=pools.window, PER_WINDOW=pools.window_kv.shape[1],
-            PER_PAGE=pools.rows_per_page, RATIO=pools.compress_ratio,
-            HAS_PICKS=index_topk is not None, HAS_SINK=sink is not None,
-            HAS_LSE=lse is not None, HALF=0 if cos is None else cos.shape[1],
-            D=dim, D_P2=max(64, triton.next_power_of_2(dim)), SPLIT=cfg.split,
+            num_heads, topk, softmax_scale * LOG2_E.value,
+            **pools.constants(q), HAS_PICKS=index_topk is not None,
+            HAS_SINK=sink is not None, HAS_LSE=lse is not None,
+            HALF=0 if cos is None else cos.shape[1], SPLIT=cfg.split,
             NUM_SPLITS=splits, BLOCK_H=cfg.block_h, BLOCK_R=_TILE,
-            WIDE=cfg.block_h >= 16, PACKED=pools.kv_format == "fp8", DTYPE=pools.operand(q),
-            PRECISION="ieee" if pools.operand(q) == tl.float32 else "tf32",
+            WIDE=cfg.block_h >= 16,
             num_warps=cfg.num_warps, num_stages=cfg.num_stages,
         )  # fmt: skip
 

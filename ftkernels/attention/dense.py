@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+import triton
 import triton.language as tl
 
 from ftkernels import check
-from ftkernels.attention.pools import check_pool, read_rows
+from ftkernels.attention.pools import PACKED_HEAD_DIM, check_pool, read_rows
 from ftkernels.linear.linear import matmul_rows, wide
 
 _WIDEST = 512
@@ -62,6 +63,17 @@ class Pools(NamedTuple):
         compressed = self.window_kv if self.cmp_kv is None else self.cmp_kv
         types = {q.dtype, self.window_kv.dtype, compressed.dtype}
         return _OPERANDS.get(types.pop(), tl.float32) if len(types) == 1 else tl.float32
+
+    def constants(self, q: torch.Tensor) -> dict[str, Any]:
+        """What both kernels are compiled for, beside their own flags and tiles."""
+        operand = self.operand(q)
+        return {
+            "WINDOW": self.window, "PER_WINDOW": self.window_kv.shape[1],
+            "PER_PAGE": self.rows_per_page, "RATIO": self.compress_ratio,
+            "D": q.shape[2], "D_P2": max(64, triton.next_power_of_2(q.shape[2])),
+            "PACKED": self.kv_format == "fp8", "DTYPE": operand,
+            "PRECISION": "ieee" if operand == tl.float32 else "tf32",
+        }  # fmt: skip
 
     def window_arguments(self) -> tuple[Any, ...]:
         """Pool and table of the window as a kernel takes them."""
@@ -133,7 +145,7 @@ def _gather(
     last = table.shape[0] * size - 1
     if last < 0 or pool.shape[0] == 0:
         # no row exists: what is asked for lies under masks
-        width = 512 if kv_format == "fp8" else pool.shape[2]
+        width = PACKED_HEAD_DIM if kv_format == "fp8" else pool.shape[2]
         return torch.zeros(*numbers.shape, width, device=pool.device)
     if numbers.shape[0] and int(numbers[-1]) > last:
         numbers = numbers.clamp(max=last)

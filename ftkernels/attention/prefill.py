@@ -25,6 +25,7 @@ from ftkernels.attention.merge import outputs
 from ftkernels.attention.pools import empty_pool
 from ftkernels.attention.ragged import sequences
 from ftkernels.attention.tiles import (
+    LOG2_E,
     NEVER,
     by_row,
     compressed_tiles,
@@ -41,7 +42,6 @@ from ftkernels.target import Target
 from ftkernels.testing import randn
 
 _QUERY_BLOCK = 64
-_LOG2_E = 1.4426950408889634
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
@@ -84,16 +84,9 @@ def mla_prefill(
         q, window_kv, window_block_table, cu_seqlens, seq_lens, softmax_scale, sink, window,
         cmp_kv, block_table, compress_ratio, index_topk, kv_format, cos, sin, return_lse, out,
     )  # fmt: skip
-    if result.numel() == 0:
-        pass
-    elif backend.use_reference(q):
-        _prefill(
-            q, pools, cu_seqlens, seq_lens, softmax_scale, sink, index_topk, cos, sin, result, lse
-        )
-    else:
-        _launch(
-            q, pools, cu_seqlens, seq_lens, softmax_scale, sink, index_topk, cos, sin, result, lse
-        )
+    if result.numel():
+        run = _prefill if backend.use_reference(q) else _launch
+        run(q, pools, cu_seqlens, seq_lens, softmax_scale, sink, index_topk, cos, sin, result, lse)
     return result if lse is None else (result, lse)
 
 
@@ -272,15 +265,13 @@ def _launch(
     cos: torch.Tensor | None, sin: torch.Tensor | None, result: torch.Tensor,
     lse: torch.Tensor | None,
 ) -> None:  # fmt: skip
-    num_tokens, num_heads, dim = q.shape
-    num_seqs, ratio = seq_lens.shape[0], pools.compress_ratio
+    (num_tokens, num_heads, _), num_seqs = q.shape, seq_lens.shape[0]
     topk = 0 if index_topk is None else index_topk.shape[1]
     with backend.on_device(q):
         cfg = config.lookup("mla_prefill", config_key(q, pools, topk), default_config)
         blocks = num_tokens
         if cfg.block_q > 1:
             blocks = num_tokens // cfg.block_q + 2 * (num_seqs + 1)
-        queries = cfg.block_q * cfg.block_h
         # with maxnreg: no spill to make room for blocks that shared memory does not admit
         _mla_prefill_kernel[(blocks, triton.cdiv(num_heads, cfg.block_h))](
             q, q.stride(0), q.stride(1),
@@ -293,16 +284,13 @@ def _launch(
             sin, 0 if sin is None else sin.stride(0),
             result, result.stride(0), result.stride(1),
             lse, 0 if lse is None else lse.stride(0),
-            num_tokens, num_seqs, num_heads, topk, softmax_scale * _LOG2_E,
-            WINDOW=pools.window, PER_WINDOW=pools.window_kv.shape[1],
-            PER_PAGE=pools.rows_per_page, RATIO=ratio, HAS_PICKS=index_topk is not None,
+            num_tokens, num_seqs, num_heads, topk, softmax_scale * LOG2_E.value,
+            **pools.constants(q), HAS_PICKS=index_topk is not None,
             HAS_SINK=sink is not None, HAS_LSE=lse is not None,
-            HALF=0 if cos is None else cos.shape[1],
-            D=dim, D_P2=max(64, triton.next_power_of_2(dim)), SPLIT=cfg.split,
+            HALF=0 if cos is None else cos.shape[1], SPLIT=cfg.split,
             STEPS=num_seqs.bit_length(), BLOCK_Q=cfg.block_q, BLOCK_H=cfg.block_h,
             BLOCK_W=cfg.block_window, BLOCK_R=cfg.block_rows,
-            WIDE=queries >= 16, PACKED=pools.kv_format == "fp8", DTYPE=pools.operand(q),
-            PRECISION="ieee" if pools.operand(q) == tl.float32 else "tf32",
+            WIDE=cfg.block_q * cfg.block_h >= 16,
             num_warps=cfg.num_warps, num_stages=cfg.num_stages, maxnreg=255,
         )  # fmt: skip
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ftkernels.attention.stores import DATA, SCALES, VALUES
 from ftkernels.quant.formats import tl_ue8m0_decode
 
 NEVER = tl.constexpr(-1e30)
@@ -86,15 +87,16 @@ def load_packed(
     tl.static_assert(SPLIT == 8)
     offs_s = tl.arange(0, 8)
     is_tail = (offs_s == 7)[:, None, None]
-    base = page * stride_p + row * 576
+    base = page * stride_p + row * DATA
     mask = by_row(live, WIDE) & (offs_s < 7)[:, None, None]
     kv = tl.load(ptr + by_row(base, WIDE) + by_channel(512, 8, WIDE), mask=mask, other=0.0)
     offs_i = tl.arange(0, 64)
     offs_i = offs_i[None, None, :] if WIDE else offs_i[None, :, None]
-    tails = tail_ptr + by_row((base + 448) // 2, WIDE) + offs_i
+    tails = tail_ptr + by_row((base + VALUES) // 2, WIDE) + offs_i
     tail = tl.load(tails, mask=by_row(live, WIDE), other=0.0)
     kv = tl.where(is_tail, tail, kv.to(tl.bfloat16))
-    codes = tl.load(scale_ptr + (page * stride_p + PER_PAGE * 576) // 8 + row, mask=live, other=0)
+    scales = scale_ptr + (page * stride_p + PER_PAGE * DATA) // SCALES + row
+    codes = tl.load(scales, mask=live, other=0)
     codes = ((codes[None, :] >> (8 * offs_s)[:, None].to(tl.int64)) & 0xFF).to(tl.int32)
     return kv, tl_ue8m0_decode(tl.where(offs_s[:, None] == 7, 127, codes))
 

@@ -10,12 +10,13 @@ from types import SimpleNamespace
 
 import torch
 
+from ftkernels.attention.pools import PACKED_HEAD_DIM
+
 Form = tuple[Sequence[int], torch.dtype]
 Forms = Callable[[SimpleNamespace], tuple[Form, ...]]
 
 _FP32, _INT32, _U8, _E4M3 = torch.float32, torch.int32, torch.uint8, torch.float8_e4m3fn
 _GROUP, _FOLDED = 32, 128
-_PACKED_HEAD_DIM = 512
 
 
 def _as(name: str) -> Forms:
@@ -114,7 +115,7 @@ RESULTS: Mapping[str, Forms] = {
     "store_kv": lambda a: (),
     "load_kv": lambda a: (
         (
-            (a.slots.shape[0], a.pool.shape[2] if a.kv_format == "bf16" else _PACKED_HEAD_DIM),
+            (a.slots.shape[0], a.pool.shape[2] if a.kv_format == "bf16" else PACKED_HEAD_DIM),
             a.dtype,
         ),
     ),

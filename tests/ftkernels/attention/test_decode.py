@@ -8,8 +8,6 @@ block for all.
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -22,6 +20,7 @@ from ftkernels.spec import COUNTER_BYTES
 from ftkernels.testing import assert_close, count_launches, randn
 from tests.ftkernels.attention.test_prefill import (
     TOLERANCE,
+    each_form,
     each_layer,
     far_pool,
     mla_prefill,
@@ -38,14 +37,7 @@ def ones(lengths, heads, ratio=0, picks=0, **kwargs):
 
 
 @each_layer
-@pytest.mark.parametrize(
-    ("heads", "dtype"),
-    [
-        *itertools.product([1, 8, 16], [torch.float32, torch.bfloat16]),
-        (8, torch.float16), (16, torch.float16),
-    ],
-    ids=str,
-)  # fmt: skip
+@each_form
 def test_matches_formula(heads, dtype, ratio, picks, run):
     case = ones(LENGTHS, heads, ratio, picks, dtype=dtype)
     args, kwargs = case.decode()

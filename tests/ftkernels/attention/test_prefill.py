@@ -29,10 +29,7 @@ mla_prefill = carried(prefill.mla_prefill)
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 5e-3, torch.float16: 5e-3}
 LAYERS = [(0, 0), (128, 0), (4, 0), (4, 24)]
 each_layer = pytest.mark.parametrize(("ratio", "picks"), LAYERS, ids=["swa", "hca", "all", "csa"])
-
-
-@each_layer
-@pytest.mark.parametrize(
+each_form = pytest.mark.parametrize(
     ("heads", "dtype"),
     [
         *itertools.product([1, 8, 16], [torch.float32, torch.bfloat16]),
@@ -40,6 +37,10 @@ each_layer = pytest.mark.parametrize(("ratio", "picks"), LAYERS, ids=["swa", "hc
     ],
     ids=str,
 )  # fmt: skip
+
+
+@each_layer
+@each_form
 def test_matches_formula(heads, dtype, ratio, picks, run):
     lengths, news = [1, 300, 129, 40, 128], [1, 3, 2, 5, 4]
     case = Attention(lengths, news, heads, ratio, picks, dtype=dtype)
