@@ -22,6 +22,7 @@ from ftkernels.linear.grouped_linear import grouped_linear, grouped_linear_refer
 from ftkernels.linear.linear import linear, linear_reference
 from ftkernels.mhc.head import hc_head, hc_head_reference
 from ftkernels.mhc.post import hc_post, hc_post_reference
+from ftkernels.mhc.post_pre import hc_post_pre, hc_post_pre_reference
 from ftkernels.mhc.pre import hc_pre, hc_pre_reference
 from ftkernels.moe.align import moe_align, moe_align_reference
 from ftkernels.moe.bank import ExpertBank
@@ -61,7 +62,8 @@ __all__ = [
     "dequantize_fp4_reference", "dequantize_fp8", "dequantize_fp8_reference", "embed",
     "embed_reference", "empty_pool", "fp8_linear", "fp8_linear_reference", "grouped_linear",
     "grouped_linear_reference", "hadamard", "hadamard_reference", "hc_head", "hc_head_reference",
-    "hc_post", "hc_post_reference", "hc_pre", "hc_pre_reference", "index_select",
+    "hc_post", "hc_post_pre", "hc_post_pre_reference", "hc_post_reference", "hc_pre",
+    "hc_pre_reference", "index_select",
     "index_select_reference", "library", "linear", "linear_reference", "load_kv",
     "load_kv_reference",
     "merge_splits", "merge_splits_reference", "mla_decode", "mla_decode_reference", "mla_prefill",

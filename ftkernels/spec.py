@@ -70,7 +70,7 @@ MODULES = (
     "moe.combine", "moe.moe_fp4",
     "attention.kv_store", "attention.compressor", "attention.indexer", "attention.prefill",
     "attention.decode", "attention.merge",
-    "mhc.pre", "mhc.post", "mhc.head",
+    "mhc.pre", "mhc.post", "mhc.post_pre", "mhc.head",
     "sampling.sample", "sampling.logprobs", "sampling.adjust",
 )  # fmt: skip
 

@@ -111,7 +111,9 @@ RESULTS: Mapping[str, Forms] = {
     "moe_combine": lambda a: (
         ((a.routed.shape[0], a.routed.shape[2]), a.out_dtype or a.routed.dtype),
     ),
-    "moe_fp4": lambda a: ((a.x.shape, a.out_dtype or a.x.dtype),),
+    "moe_fp4": lambda a: (
+        (a.x.shape, a.out_dtype or (a.x.dtype if a.x_scale is None else torch.bfloat16)),
+    ),
     "store_kv": lambda a: (),
     "load_kv": lambda a: (
         (
@@ -128,6 +130,7 @@ RESULTS: Mapping[str, Forms] = {
     ),
     "hc_pre": _mixes,
     "hc_post": _as("streams"),
+    "hc_post_pre": lambda a: ((a.streams.shape, a.streams.dtype), *_mixes(a)),
     "hc_head": lambda a: (
         ((a.streams.shape[0], a.streams.shape[2]), a.streams.dtype),
     ),

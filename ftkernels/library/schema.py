@@ -9,6 +9,8 @@ but for what another overload is there for:
 * ``lse`` and ``lse_out`` are those two with ``return_lse``, of which they take only True;
 * ``routed`` is `moe_fp4` with ``routed_out``, and returns nothing.
 
+``quantize`` stays False: results then are the same tensors for every call of an overload.
+
 A call of the packet, ``torch.ops.ftkernels.<op>(...)``, finds its overload by these keywords.
 """
 
@@ -63,7 +65,7 @@ def overloads(op: Callable[..., Any]) -> Iterator[Overload]:
     names = inspect.signature(op).parameters
     with_lse = "return_lse" in names
     count = _num_results(hints["return"])
-    extra = {"out", "return_lse", "routed_out"} & names.keys()
+    extra = {"out", "return_lse", "routed_out", "quantize"} & names.keys()
     yield _overload(op, hints, "", extra, count - with_lse)
     if "out" in names:
         yield _overload(op, hints, "out", extra - {"out"}, 0, count - with_lse)

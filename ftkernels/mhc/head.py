@@ -12,12 +12,10 @@ import math
 from collections.abc import Iterable
 
 import torch
-import triton
-import triton.language as tl
 
 from ftkernels import backend, check, config
 from ftkernels.mhc import mixing, sinkhorn
-from ftkernels.mhc.mixing import MixConfig, inverse_rms, mixed_sigmoid, store_mixed
+from ftkernels.mhc.mixing import MixConfig
 from ftkernels.spec import Case, Inputs, KernelSpec
 from ftkernels.target import Target
 
@@ -47,28 +45,21 @@ def hc_head(
         TypeError: unsupported dtype.
         ValueError: shape, stride or eps outside the contract.
 
-    Graph-safe when ``out`` and ``scratch`` are given: no allocation, no host sync. Two launches.
+    Graph-safe when ``out`` and ``scratch`` are given: no allocation, no host sync. One launch.
     """
     out = _checked(streams, fn, scale, base, hc_eps, norm_eps, norm_weight, out)
     if scratch is not None:
-        num_bytes = mixing.scratch_bytes(fn.shape[0], streams.shape[0])
+        num_bytes = mixing.scratch_bytes(fn.shape[0], streams.shape[1], streams.shape[0])
         check.scratch("hc_head", scratch, num_bytes, streams)
     if out.numel() == 0:
         return out
     if backend.use_reference(streams):
         return _reference(streams, fn, scale, base, hc_eps, norm_eps, norm_weight, out)
-    num_tokens, hc, width = streams.shape
-    cfg = config.lookup("hc_head", {"hc": hc, "C": width}, default_config)
-    block_c = cfg.block_c if norm_weight is None else triton.next_power_of_2(width)
+    cfg = config.lookup("hc_head", {"hc": fn.shape[0], "C": streams.shape[2]}, default_config)
     with backend.on_device(streams):
-        partial = mixing.project(streams, fn, scratch, cfg)
-        _hc_head_kernel[(num_tokens, triton.cdiv(width, block_c))](
-            partial, scale, base, streams, streams.stride(0), streams.stride(1), norm_weight,
-            out, out.stride(0),
-            width, hc_eps, norm_eps,
-            HC=hc, BLOCK_HC=triton.next_power_of_2(hc),
-            NUM_SPLITS=partial.shape[1], BLOCK_N=partial.shape[2],
-            HAS_NORM=norm_weight is not None, BLOCK_C=block_c, num_warps=cfg.num_warps,
+        mixing.launch(
+            "hc_head", cfg, streams, fn, scale, base, norm_weight, hc_eps, norm_eps, out,
+            scratch=scratch,
         )  # fmt: skip
     return out
 
@@ -133,31 +124,6 @@ def candidates(key: Case, target: Target) -> Iterable[MixConfig]:
     return mixing.candidates(key, target)
 
 
-@triton.jit
-def _hc_head_kernel(
-    partial_ptr,  # [T, NUM_SPLITS, BLOCK_N]
-    scale_ptr,  # [1]
-    base_ptr,  # [hc]
-    streams_ptr, stride_st, stride_sh,  # [T, hc, C]
-    norm_ptr,  # [C]
-    out_ptr, stride_ot,  # [T, C]
-    C, hc_eps, norm_eps,
-    HC: tl.constexpr, BLOCK_HC: tl.constexpr, NUM_SPLITS: tl.constexpr, BLOCK_N: tl.constexpr,
-    HAS_NORM: tl.constexpr, BLOCK_C: tl.constexpr,
-):  # fmt: skip
-    pid_t = tl.program_id(0).to(tl.int64)
-    offs_c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
-    partial_ptr += pid_t * NUM_SPLITS * BLOCK_N
-    rms = inverse_rms(partial_ptr, C, norm_eps, HC, HC, NUM_SPLITS, BLOCK_N)
-    weights = mixed_sigmoid(
-        partial_ptr, base_ptr, 0, rms, tl.load(scale_ptr), HC, BLOCK_HC, NUM_SPLITS, BLOCK_N
-    )
-    store_mixed(
-        weights + hc_eps, streams_ptr + pid_t * stride_st, stride_sh, norm_ptr,
-        out_ptr + pid_t * stride_ot, offs_c, C, norm_eps, HC, BLOCK_HC, HAS_NORM,
-    )  # fmt: skip
-
-
 def _inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
     rows = case["hc"]
     return mixing.inputs(case, rows=rows, num_scales=1, device=device, seed=seed)
@@ -171,8 +137,8 @@ SPEC = KernelSpec(
         {"name": "flash-t50", "T": 50, "hc": 4, "C": 4096},
         {"name": "pro-t50", "T": 50, "hc": 4, "C": 7168, "norm": 1},
     ),
-    inputs=_inputs, tolerance=8e-3, launches=lambda case: 2,
-    scratch=lambda *, T, hc, C: mixing.scratch_bytes(hc, T),
+    inputs=_inputs, tolerance=8e-3,
+    scratch=lambda *, T, hc, C: mixing.scratch_bytes(hc, hc, T),
     bytes_moved=lambda case: case["T"] * 2 * case["C"] * (case["hc"] + 1)
     + 4 * case["hc"] ** 2 * case["C"],
     flops=lambda case: 2 * case["T"] * case["hc"] ** 2 * case["C"],

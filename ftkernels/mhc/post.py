@@ -15,6 +15,7 @@ import triton.language as tl
 
 from ftkernels import backend, check, config
 from ftkernels.linear.linear import wide
+from ftkernels.mhc.mixing import appended, new_stream
 from ftkernels.spec import Case, Inputs, KernelSpec
 from ftkernels.target import Target
 from ftkernels.testing import randn
@@ -42,15 +43,15 @@ def hc_post(
 
     Graph-safe when ``out`` is given: no allocation, no host sync.
     """
-    _check(y, streams, post, comb)
+    check_sublayer("hc_post", y, streams, post, comb)
     plain = backend.use_reference(streams)
     if plain and out is None:
-        return _mixed(y, streams, post, comb).to(streams.dtype)
-    out = _output(y, streams, post, comb, out)
+        return mixed_plain(y, streams, post, comb).to(streams.dtype)
+    out = output("hc_post", y, streams, post, comb, out)
     if streams.numel() == 0:
         return out
     if plain:
-        return out.copy_(_mixed(y, streams, post, comb))
+        return out.copy_(mixed_plain(y, streams, post, comb))
     num_tokens, hc, width = streams.shape
     cfg = config.lookup("hc_post", {"hc": hc, "C": width}, default_config)
     with backend.on_device(streams):
@@ -59,14 +60,16 @@ def hc_post(
             post, post.stride(0), comb, comb.stride(0), comb.stride(1),
             out, out.stride(0), out.stride(1),
             width,
-            HC=hc, BLOCK_HC=triton.next_power_of_2(hc), BLOCK_C=cfg.block_c,
-            num_warps=cfg.num_warps,
+            HC=hc, BLOCK_C=cfg.block_c, num_warps=cfg.num_warps,
         )  # fmt: skip
     return out
 
 
-def _check(y: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, comb: torch.Tensor) -> None:
-    op, fp32 = "hc_post", (torch.float32,)
+def check_sublayer(
+    op: str, y: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, comb: torch.Tensor
+) -> None:
+    """Refuse a sublayer's output, streams or mixes outside the contract."""
+    fp32 = (torch.float32,)
     check.tensor(op, "streams", streams, check.FLOATS, (None, None, None), "[T, hc, C]")
     num_tokens, hc, width = streams.shape
     check.tensor(op, "y", y, check.FLOATS, (num_tokens, width), "[T, C]", streams)
@@ -74,12 +77,13 @@ def _check(y: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, comb: tor
     check.tensor(op, "comb", comb, fp32, (num_tokens, hc, hc), "[T, hc, hc]", streams)
 
 
-def _output(
-    y: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, comb: torch.Tensor,
-    out: torch.Tensor | None,
+def output(
+    op: str, y: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, comb: torch.Tensor,
+    out: torch.Tensor | None, inputs: tuple[torch.Tensor | None, ...] = (),
 ) -> torch.Tensor:  # fmt: skip
+    """The new streams' tensor: `out` after checking it, or a new one."""
     return check.output(
-        "hc_post", out, streams.shape, like=streams, may_alias=True, inputs=(y, post, comb)
+        op, out, streams.shape, like=streams, may_alias=True, inputs=(y, post, comb, *inputs)
     )
 
 
@@ -88,14 +92,15 @@ def hc_post_reference(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """The definition in plain torch, sharing nothing with the kernel."""
-    _check(y, streams, post, comb)
-    out = _output(y, streams, post, comb, out)
-    return out.copy_(_mixed(y, streams, post, comb))
+    check_sublayer("hc_post", y, streams, post, comb)
+    out = output("hc_post", y, streams, post, comb, out)
+    return out.copy_(mixed_plain(y, streams, post, comb))
 
 
-def _mixed(
+def mixed_plain(
     y: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, comb: torch.Tensor
 ) -> torch.Tensor:
+    """The formula in fp32 without checks."""
     spread = post[:, :, None] * wide(y)[:, None]
     return torch.baddbmm(spread, comb.transpose(1, 2), wide(streams))
 
@@ -126,25 +131,27 @@ def _hc_post_kernel(
     comb_ptr, stride_ct, stride_cj,  # [T, hc, hc]
     out_ptr, stride_ot, stride_oh,  # [T, hc, C]
     C,
-    HC: tl.constexpr, BLOCK_HC: tl.constexpr, BLOCK_C: tl.constexpr,
+    HC: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     pid_t = tl.program_id(0).to(tl.int64)
     offs_c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
-    offs_j = tl.arange(0, BLOCK_HC)
-    mask_c, mask_j = offs_c < C, offs_j < HC
-    # channels first: a thread then holds all streams of its channels
-    row_ptrs = streams_ptr + pid_t * stride_st + offs_j.to(tl.int64) * stride_sh
-    mask = mask_c[:, None] & mask_j[None, :]
-    streams = tl.load(row_ptrs[None, :] + offs_c[:, None], mask=mask, other=0.0).to(tl.float32)
+    mask_c = offs_c < C
     y = tl.load(y_ptr + pid_t * stride_yt + offs_c, mask=mask_c, other=0.0).to(tl.float32)
+    rows = ()
+    row_ptrs = streams_ptr + pid_t * stride_st + offs_c
+    for _ in tl.static_range(HC):
+        rows = appended(rows, tl.load(row_ptrs, mask=mask_c, other=0.0).to(tl.float32))
+        row_ptrs += stride_sh
     # out may be streams: no store before every thread has read
     tl.debug_barrier()
-    comb_ptrs = comb_ptr + pid_t * stride_ct + offs_j.to(tl.int64) * stride_cj
     out_ptrs = out_ptr + pid_t * stride_ot + offs_c
     for k in tl.static_range(HC):
-        comb = tl.load(comb_ptrs + k, mask=mask_j, other=0.0)
-        post = tl.load(post_ptr + pid_t * stride_pt + k)
-        out = post * y + tl.sum(streams * comb[None, :], 1)
+        combs = ()
+        comb_ptrs = comb_ptr + pid_t * stride_ct + k
+        for _ in tl.static_range(HC):
+            combs = appended(combs, tl.load(comb_ptrs))
+            comb_ptrs += stride_cj
+        out = new_stream(y, tl.load(post_ptr + pid_t * stride_pt + k), combs, rows, HC)
         tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=mask_c)
         out_ptrs += stride_oh
 

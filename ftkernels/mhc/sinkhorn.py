@@ -17,6 +17,7 @@ import torch
 
 from ftkernels import check
 from ftkernels.linear.linear import matmul_rows, wide
+from ftkernels.mhc.mixing import MOST_TOKENS
 from ftkernels.norm.rms_norm import normed
 
 _FEW_ROWS = 16  # below, Python floats cost less than the calls of tensor operations
@@ -183,6 +184,11 @@ def check_common(
     norm_weight: torch.Tensor | None,
 ) -> None:  # fmt: skip
     """The refusals that `hc_pre` and `hc_head` share."""
+    tokens = streams.shape[0]
+    check.require(
+        tokens <= MOST_TOKENS,
+        lambda: f"{op}: streams has {tokens} tokens, expected at most {MOST_TOKENS}",
+    )
     check.require(streams.shape[1] >= 1, f"{op}: streams has hc = 0, expected at least one stream")
     check.require(hc_eps >= 0, lambda: f"{op}: hc_eps is {hc_eps}, expected >= 0")
     check.require(norm_eps >= 0, lambda: f"{op}: norm_eps is {norm_eps}, expected >= 0")

@@ -28,15 +28,15 @@ OPS = (
     "moe_combine", "moe_fp4",
     "store_kv", "load_kv", "compress_kv", "index_select", "mla_prefill", "mla_decode",
     "merge_splits",
-    "hc_pre", "hc_post", "hc_head", "sample", "top_logprobs",
+    "hc_pre", "hc_post", "hc_post_pre", "hc_head", "sample", "top_logprobs",
 )  # fmt: skip
 # ops whose kernels are written; the others run their reference on every device
 KERNELS = {
     "quantize_fp8", "quantize_fp4", "dequantize_fp8", "dequantize_fp4", "quant_round_trip",
     "hadamard", "rms_norm", "apply_rope", "embed", "route_topk", "route_hash", "moe_align",
     "store_kv", "load_kv", "compress_kv", "index_select", "mla_prefill", "mla_decode",
-    "merge_splits", "swiglu_clamp", "moe_combine", "hc_pre", "hc_post", "hc_head", "sample",
-    "top_logprobs",
+    "merge_splits", "swiglu_clamp", "moe_combine", "hc_pre", "hc_post", "hc_post_pre", "hc_head",
+    "sample", "top_logprobs",
 }  # fmt: skip
 SPECS = {spec.name: spec for spec in ftkernels.registry()}
 each_op = pytest.mark.parametrize("name", OPS)
