@@ -38,7 +38,7 @@ class HyperConnection:
             streams, self.fn, self.scale, self.base, hc_eps=self.config.hc_eps,
             norm_eps=self.config.rms_norm_eps, sinkhorn_iters=self.config.hc_sinkhorn_iters,
             norm_weight=self.norm,
-        )  # fmt: skip
+        )[:3]  # fmt: skip
         return x, (post, comb)
 
     def after(self, y: torch.Tensor, streams: torch.Tensor, mixes: Mixes) -> torch.Tensor:
