@@ -1,22 +1,27 @@
 """Block-scaled FP8 linear: ``dequantize(weight) @ quantize_fp8(x)``, fp32 sums.
 
 Layout: ``weight [N, K]`` e4m3 with one UE8M0 code per 128x128 block. Activations are quantized per
-row and 128 channels. A dequantized weight (``weight_scale`` None) is taken too.
+row and 128 channels. A dequantized weight (``weight_scale`` None) is taken too; it runs the plain
+path on every device.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
-from ftkernels import check
+from ftkernels import backend, check
+from ftkernels.linear import fp8_kernels
+from ftkernels.linear.fp8_kernels import BLOCK, Rows
 from ftkernels.linear.linear import check_path, matmul_rows, wide
+from ftkernels.moe.swiglu import activated
 from ftkernels.norm.rms_norm import normed
 from ftkernels.quant.round_trip import round_tripped
 from ftkernels.quant.weight_quant import dequantize_fp8_reference
 from ftkernels.spec import Case, Inputs, KernelSpec
 from ftkernels.testing import randn
 
-BLOCK = 128
 _DENSE = (torch.bfloat16, torch.float32)
 
 
@@ -24,8 +29,8 @@ def fp8_linear(
     x: torch.Tensor | tuple[torch.Tensor, torch.Tensor], weight: torch.Tensor,
     weight_scale: torch.Tensor | None, *, activation: str = "fp8",
     norm_weight: torch.Tensor | None = None, eps: float = 1e-6,
-    path: str | None = None, out_dtype: torch.dtype = torch.bfloat16,
-    out: torch.Tensor | None = None,
+    swiglu_limit: float | None = None, path: str | None = None,
+    out_dtype: torch.dtype = torch.bfloat16, out: torch.Tensor | None = None,
     scratch: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Multiply rows by a block-scaled FP8 matrix.
@@ -35,60 +40,95 @@ def fp8_linear(
         weight: ``[N, K]`` e4m3, or bf16/fp32 with ``weight_scale`` None.
         weight_scale: ``[ceil(N/128), ceil(K/128)]`` uint8 UE8M0.
         activation: "fp8" quantizes a dense ``x`` per 128 channels, "bf16" leaves it.
-        norm_weight: ``[K]``; a dense ``x`` is RMS-normed with it first.
+        norm_weight: ``[K]``; a dense ``x`` is RMS-normed with it first and rounded to its dtype.
         eps: of that norm.
+        swiglu_limit: a dense ``x`` is ``[T, 2*K]``, gate columns first, and goes through
+            ``swiglu_clamp`` with this limit first; not together with ``norm_weight``.
         path: "gemm" or "gemv" pins how rows are multiplied, for a caller that must get the same
-            bits for any number of rows; the two agree within fp32 rounding.
+            bits for any number of rows; the two agree within fp32 rounding. When omitted up to 64
+            rows take "gemv".
         out: ``[T, N]`` of ``out_dtype``.
+        scratch: as ``scratch_bytes("fp8_linear", T=.., N=.., K=..)`` says; allocated when omitted.
 
     Returns:
         ``[T, N]``. Within a path a row's bits do not depend on the other rows.
 
     Raises:
         TypeError, ValueError: an argument outside the contract, by name.
+
+    Graph-safe when ``out`` and ``scratch`` are given. One launch, with "gemv" one for every 64
+    rows; "gemm" takes one more to prepare rows that are not yet what the product multiplies.
     """
+    op = "fp8_linear"
+    dense = _checked(
+        x, weight, weight_scale, activation, norm_weight, eps, swiglu_limit, path, out_dtype, out
+    )
+    given = x[0] if dense is None else dense
+    rows = None
+    if weight_scale is not None:
+        rows = _rows(x, activation, norm_weight, eps, swiglu_limit)
     if scratch is not None:
-        check.given_scratch("fp8_linear", scratch, x[0] if isinstance(x, tuple) and x else x)
-    return _product(x, weight, weight_scale, activation, norm_weight, eps, path, out_dtype, out)
+        size = 0 if rows is None else fp8_kernels.rows_bytes(rows, weight[None], path)
+        check.scratch(op, scratch, size, given, (("x", given), ("out", out)))
+    if backend.use_reference(given) or weight_scale is None or rows is None or not weight.numel():
+        return _product(
+            x, weight, weight_scale, activation, norm_weight, eps, swiglu_limit, path, out_dtype,
+            out,
+        )  # fmt: skip
+    if out is None:
+        out = check.output(op, None, (given.shape[0], weight.shape[0]), like=given, dtype=out_dtype)
+    if out.numel():
+        out_rows = out[:, None]
+        fp8_kernels.multiply(op, rows, weight[None], weight_scale, path, out_rows, scratch)
+    return out
 
 
 def fp8_linear_reference(
     x: torch.Tensor | tuple[torch.Tensor, torch.Tensor], weight: torch.Tensor,
     weight_scale: torch.Tensor | None, *, activation: str = "fp8",
     norm_weight: torch.Tensor | None = None, eps: float = 1e-6,
-    path: str | None = None, out_dtype: torch.dtype = torch.bfloat16,
-    out: torch.Tensor | None = None,
+    swiglu_limit: float | None = None, path: str | None = None,
+    out_dtype: torch.dtype = torch.bfloat16, out: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """The definition in plain torch."""
-    return _product(x, weight, weight_scale, activation, norm_weight, eps, path, out_dtype, out)
+    _checked(
+        x, weight, weight_scale, activation, norm_weight, eps, swiglu_limit, path, out_dtype, out
+    )
+    return _product(
+        x, weight, weight_scale, activation, norm_weight, eps, swiglu_limit, path, out_dtype, out
+    )
 
 
 def _product(
     x: torch.Tensor | tuple[torch.Tensor, torch.Tensor], weight: torch.Tensor,
     weight_scale: torch.Tensor | None, activation: str, norm_weight: torch.Tensor | None,
-    eps: float, path: str | None, out_dtype: torch.dtype, out: torch.Tensor | None,
+    eps: float, swiglu_limit: float | None, path: str | None, out_dtype: torch.dtype,
+    out: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
-    op = "fp8_linear"
-    check_path(op, path)
-    dense = _check_x(op, x, activation, norm_weight, eps)
-    rows = dense if dense is not None else x[0]
-    check_weight(op, weight, weight_scale, rows.shape[1], rows)
-    check.out_dtype(op, out_dtype)
-    if out is not None:
-        size, inputs = (rows.shape[0], weight.shape[0]), (weight, weight_scale, norm_weight)
-        check.output(op, out, size, like=rows, dtype=out_dtype, inputs=inputs)
-    if dense is None:
+    if isinstance(x, tuple):
         operand = dequantize_fp8_reference(x[0], x[1], group=BLOCK, dtype=torch.float32)
     else:
+        if swiglu_limit is not None:
+            x = activated(x, swiglu_limit, None).to(x.dtype)
         if norm_weight is not None:
-            dense = normed(dense, norm_weight, eps).to(dense.dtype)
-        operand = wide(dense)
+            x = normed(x, norm_weight, eps).to(x.dtype)
+        operand = wide(x)
         if activation == "fp8":
             operand = round_tripped(operand, "fp8", BLOCK)
     result = matmul_rows(operand, widen_weight(weight, weight_scale), path)
     if out is not None:
         return out.copy_(result)
     return result if out_dtype == torch.float32 else result.to(out_dtype)
+
+
+def _rows(
+    x: torch.Tensor | tuple[torch.Tensor, torch.Tensor], activation: str,
+    norm_weight: torch.Tensor | None, eps: float, swiglu_limit: float | None,
+) -> Rows:  # fmt: skip
+    if isinstance(x, tuple):
+        return Rows(x[0][:, None], x[1])
+    limit = float(swiglu_limit or "inf") if swiglu_limit is not None else None
+    return Rows(x[:, None], None, activation == "fp8", norm_weight, float(eps), limit)
 
 
 def check_weight(
@@ -113,11 +153,31 @@ def widen_weight(weight: torch.Tensor, scale: torch.Tensor | None) -> torch.Tens
     return dequantize_fp8_reference(weight, scale, group=(BLOCK, BLOCK), dtype=torch.float32)
 
 
-def _check_x(
-    op: str, x: torch.Tensor | tuple[torch.Tensor, torch.Tensor], activation: str,
-    norm_weight: torch.Tensor | None, eps: float,
+def _checked(
+    x: torch.Tensor | tuple[torch.Tensor, torch.Tensor], weight: torch.Tensor,
+    weight_scale: torch.Tensor | None, activation: str, norm_weight: torch.Tensor | None,
+    eps: float, swiglu_limit: float | None, path: str | None, out_dtype: torch.dtype,
+    out: torch.Tensor | None,
 ) -> torch.Tensor | None:  # fmt: skip
     """``x`` when it is dense, None when it is already quantized."""
+    op = "fp8_linear"
+    check_path(op, path)
+    dense, k = _check_x(op, x, activation, norm_weight, eps, swiglu_limit)
+    rows = dense if dense is not None else x[0]
+    check_weight(op, weight, weight_scale, k, rows)
+    check.out_dtype(op, out_dtype)
+    if out is not None:
+        size = (rows.shape[0], weight.shape[0])
+        inputs = (weight, weight_scale, norm_weight, None if dense is not None else x[1])
+        check.output(op, out, size, like=rows, dtype=out_dtype, inputs=inputs)
+    return dense
+
+
+def _check_x(
+    op: str, x: torch.Tensor | tuple[torch.Tensor, torch.Tensor], activation: str,
+    norm_weight: torch.Tensor | None, eps: float, swiglu_limit: float | None,
+) -> tuple[torch.Tensor | None, int]:  # fmt: skip
+    """``x`` when it is dense, None when it is already quantized; and K."""
     if activation not in ("fp8", "bf16"):
         raise ValueError(f"{op}: activation is {activation!r}, expected 'fp8' or 'bf16'")
     if isinstance(x, tuple):
@@ -125,35 +185,92 @@ def _check_x(
         check.tensor(op, "x", x[0], (torch.float8_e4m3fn,), (None, None), "[T, K]")
         size = (x[0].shape[0], -(-x[0].shape[1] // BLOCK))
         check.tensor(op, "x_scale", x[1], (torch.uint8,), size, "[T, ceil(K/128)]", x[0])
-        check.require(
-            norm_weight is None,
-            f"{op}: norm_weight is given with a quantized x, expected None",
-        )
-        return None
+        for name, value in (("norm_weight", norm_weight), ("swiglu_limit", swiglu_limit)):
+            if value is not None:
+                raise ValueError(f"{op}: {name} is given with a quantized x, expected None")
+        return None, x[0].shape[1]
     check.tensor(op, "x", x, check.FLOATS, (None, None), "[T, K]")
     if norm_weight is not None:
         check.number(op, "eps", eps, 0)
         check.tensor(op, "norm_weight", norm_weight, check.FLOATS, (x.shape[1],), "[K]", x)
-    return x
+    if swiglu_limit is None:
+        return x, x.shape[1]
+    if swiglu_limit != float("inf"):
+        check.number(op, "swiglu_limit", swiglu_limit, 0)
+    if norm_weight is not None:
+        raise ValueError(f"{op}: norm_weight is given with swiglu_limit, expected None")
+    if x.shape[1] % 2:
+        raise ValueError(
+            f"{op}: x is {tuple(x.shape)}, expected [T, 2*K] with an even last size"
+        )
+    return x, x.shape[1] // 2
 
 
 def _inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
-    n, k = case["N"], case["K"]
-    x = randn(case["T"], k, dtype=torch.bfloat16, device=device, seed=seed)
+    n, k, form = case["N"], case["K"], case.get("form", "dense")
+    width = 2 * k if form == "swiglu" else k
+    rows = randn(case["T"], width, dtype=torch.bfloat16, device=device, seed=seed)
     weight = randn(n, k, device=device, seed=seed + 1).to(torch.float8_e4m3fn)
     scale = torch.full((-(-n // BLOCK), -(-k // BLOCK)), 120, dtype=torch.uint8, device=device)
-    return (x, weight, scale), {}
+    kwargs: dict[str, object] = {}
+    if form == "norm":
+        kwargs["norm_weight"] = randn(k, dtype=torch.bfloat16, device=device, seed=seed + 2)
+    elif form == "swiglu":
+        kwargs["swiglu_limit"] = 10.0
+    elif form == "bf16":
+        kwargs["activation"] = "bf16"
+    elif form == "fp32":
+        rows, kwargs["activation"] = rows.float(), "bf16"
+    elif form == "quantized":
+        codes = torch.full((case["T"], -(-k // BLOCK)), 127, dtype=torch.uint8, device=device)
+        return ((rows.to(torch.float8_e4m3fn), codes), weight, scale), kwargs
+    return (rows, weight, scale), kwargs
+
+
+def _scratch(*, T: int, N: int, K: int) -> int:
+    """For every form of a call; above 64 rows also for ``path="gemv"``."""
+    return fp8_kernels.num_bytes(T, 1, N, K, item=4, gemv=True, gemm=True)
+
+
+def _launches(case: Case) -> int:
+    gemv = fp8_kernels.takes_gemv(None, case["T"])
+    return 1 if gemv or case.get("form") in ("quantized", "bf16", "fp32") else 2
+
+
+def _cases() -> Iterator[Case]:
+    forms = ("dense", "norm", "swiglu", "quantized", "bf16", "fp32")
+    for form in forms:
+        yield {"name": f"small-{form}", "T": 3, "K": 200, "N": 130, "form": form}
+        yield {"name": f"small-{form}-t70", "T": 70, "K": 200, "N": 130, "form": form}
+    # matrices of the model: what stands before the product, rows and channels on one of tp cards
+    flash = {
+        "latent": ("quantized", lambda tp: (1536, 4096)),
+        "wq_b": ("norm", lambda tp: (32768 // tp, 1024)),
+        "wo_b": ("dense", lambda tp: (4096, 8192 // tp)),
+        "shared_w13": ("quantized", lambda tp: (4096 // tp, 4096)),
+        "shared_w2": ("swiglu", lambda tp: (4096, 2048 // tp)),
+    }
+    for tp in (1, 8):
+        for matrix, (form, shape) in flash.items():
+            if tp == 8 and matrix == "latent":
+                continue
+            for tokens in (1, 8, 64, 3456):
+                n, k = shape(tp)
+                name = f"flash-tp{tp}-{matrix}-t{tokens}"
+                yield {"name": name, "T": tokens, "N": n, "K": k, "form": form}
+    yield {"name": "flash-index-t8", "T": 8, "N": 8192, "K": 1024, "form": "quantized"}
+    for name, form, n, k in (
+        ("latent", "quantized", 2048, 7168), ("wq_b", "norm", 65536, 1536),
+        ("wo_b", "dense", 7168, 16384), ("shared_w2", "swiglu", 7168, 3072),
+    ):  # fmt: skip
+        for tokens in (1, 3456):
+            yield {"name": f"pro-{name}-t{tokens}", "T": tokens, "N": n, "K": k, "form": form}
 
 
 SPEC = KernelSpec(
-    op=fp8_linear, reference=fp8_linear_reference, kernel=False, inputs=_inputs, tolerance=5e-3,
-    grows="T", scratch=lambda **dims: 0,
-    cases=(
-        {"name": "small", "T": 3, "K": 200, "N": 130},
-        {"name": "flash-tp1-t3456", "T": 3456, "K": 4096, "N": 1024},
-        {"name": "flash-tp1-t1", "T": 1, "K": 4096, "N": 1024},
-        {"name": "flash-tp1-t8", "T": 8, "K": 4096, "N": 1024},
-    ),
+    op=fp8_linear, reference=fp8_linear_reference, default=fp8_kernels.default_config,
+    candidates=fp8_kernels.candidates, inputs=_inputs, tolerance=5e-3, grows="T",
+    scratch=_scratch, launches=_launches, cases=tuple(_cases()),
     bytes_moved=lambda c: c["N"] * c["K"] + 2 * c["T"] * (c["K"] + c["N"]),
     flops=lambda c: 2 * c["T"] * c["N"] * c["K"],
 )  # fmt: skip

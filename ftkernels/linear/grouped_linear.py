@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import torch
 
-from ftkernels import check
-from ftkernels.linear.fp8_linear import BLOCK, widen_weight
+from ftkernels import backend, check
+from ftkernels.linear import fp8_kernels
+from ftkernels.linear.fp8_kernels import BLOCK, Rows
+from ftkernels.linear.fp8_linear import widen_weight
 from ftkernels.linear.linear import batched_matmul_rows, check_path, wide
 from ftkernels.spec import Case, Inputs, KernelSpec
 from ftkernels.testing import randn
@@ -32,18 +34,31 @@ def grouped_linear(
         path: "gemm" or "gemv", as in ``fp8_linear``.
         out_dtype: that of ``x`` when omitted.
         out: ``[T, G, R]``.
+        scratch: as ``scratch_bytes("grouped_linear", T=.., G=.., R=.., K=..)`` says; allocated
+            when omitted.
 
     Returns:
         ``[T, G, R]``. Within a path a row's bits do not depend on the other rows.
 
     Raises:
         TypeError, ValueError: an argument outside the contract, by name.
+
+    Graph-safe when ``out`` and ``scratch`` are given. One launch, with "gemv" one for every 64
+    rows; a weight without scales runs the plain path on every device.
     """
+    op = "grouped_linear"
+    dtype = _checked(x, weight, weight_scale, path, out_dtype, out)
+    rows = None if weight_scale is None else Rows(x)
     if scratch is not None:
-        check.given_scratch("grouped_linear", scratch, x)
-    return grouped_linear_reference(
-        x, weight, weight_scale=weight_scale, path=path, out_dtype=out_dtype, out=out
-    )
+        size = 0 if rows is None else fp8_kernels.rows_bytes(rows, weight, path)
+        check.scratch(op, scratch, size, x, (("x", x), ("out", out)))
+    if backend.use_reference(x) or weight_scale is None or rows is None or not weight.numel():
+        return _product(x, weight, weight_scale, path, dtype, out)
+    if out is None:
+        out = check.output(op, None, (x.shape[0], *weight.shape[:2]), like=x, dtype=dtype)
+    if out.numel():
+        fp8_kernels.multiply(op, rows, weight, weight_scale, path, out, scratch)
+    return out
 
 
 def grouped_linear_reference(
@@ -52,11 +67,19 @@ def grouped_linear_reference(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """The definition in plain torch."""
+    dtype = _checked(x, weight, weight_scale, path, out_dtype, out)
+    return _product(x, weight, weight_scale, path, dtype, out)
+
+
+def _checked(
+    x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor | None, path: str | None,
+    out_dtype: torch.dtype | None, out: torch.Tensor | None,
+) -> torch.dtype:  # fmt: skip
+    """Element type of the result."""
     op = "grouped_linear"
     check_path(op, path)
     check.tensor(op, "x", x, check.FLOATS, (None, None, None), "[T, G, K]")
     groups, k = x.shape[1:]
-    given = weight
     if weight_scale is None:
         if isinstance(weight, torch.Tensor) and weight.dtype == torch.float8_e4m3fn:
             raise ValueError(f"{op}: weight_scale is None, expected the scales of an e4m3 weight")
@@ -70,31 +93,53 @@ def grouped_linear_reference(
         blocks = (-(-groups * rank // BLOCK), -(-k // BLOCK))
         text = "[ceil(G*R/128), ceil(K/128)]"
         check.tensor(op, "weight_scale", weight_scale, (torch.uint8,), blocks, text, x)
-        weight = widen_weight(weight.reshape(groups * rank, k), weight_scale)
-        weight = weight.view(groups, rank, k)
     if out is not None:
-        size, inputs = (x.shape[0], groups, rank), (given, weight_scale)
+        size, inputs = (x.shape[0], groups, rank), (weight, weight_scale)
         check.output(op, out, size, like=x, dtype=dtype, inputs=inputs)
+    return dtype
+
+
+def _product(
+    x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor | None, path: str | None,
+    dtype: torch.dtype, out: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
+    if weight_scale is not None:
+        groups, rank, k = weight.shape
+        flat = weight.reshape(groups * rank, k)
+        weight = widen_weight(flat, weight_scale).view(groups, rank, k)
     result = batched_matmul_rows(wide(x).transpose(0, 1), wide(weight), path).transpose(0, 1)
     return result.to(dtype) if out is None else out.copy_(result)
 
 
 def _inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
     groups, rank, k = case["G"], case["R"], case["K"]
-    x = randn(case["T"], groups, k, dtype=torch.bfloat16, device=device, seed=seed)
+    dtype = torch.float32 if case.get("fp32") else torch.bfloat16
+    x = randn(case["T"], groups, k, dtype=dtype, device=device, seed=seed)
     weight = randn(groups, rank, k, device=device, seed=seed + 1).to(torch.float8_e4m3fn)
     blocks = (-(-groups * rank // BLOCK), -(-k // BLOCK))
     scale = torch.full(blocks, 120, dtype=torch.uint8, device=device)
     return (x, weight), {"weight_scale": scale}
 
 
+def _scratch(*, T: int, G: int, R: int, K: int) -> int:
+    return fp8_kernels.num_bytes(T, G, R, K, item=0, gemv=True, gemm=False)
+
+
 SPEC = KernelSpec(
-    op=grouped_linear, reference=grouped_linear_reference, kernel=False, inputs=_inputs,
-    tolerance=5e-3, grows="T", scratch=lambda **dims: 0,
+    op=grouped_linear, reference=grouped_linear_reference, inputs=_inputs, tolerance=5e-3,
+    default=fp8_kernels.default_config, candidates=fp8_kernels.candidates, grows="T",
+    scratch=_scratch,
     cases=(
         {"name": "small", "T": 3, "G": 3, "R": 50, "K": 130},
-        {"name": "flash-tp1-t3456", "T": 3456, "G": 8, "R": 1024, "K": 4096},
-        {"name": "flash-tp1-t1", "T": 1, "G": 8, "R": 1024, "K": 4096},
+        {"name": "small-t70", "T": 70, "G": 3, "R": 50, "K": 130},
+        {"name": "small-fp32", "T": 3, "G": 2, "R": 50, "K": 600, "fp32": 1},
+        {"name": "small-fp32-t70", "T": 70, "G": 2, "R": 50, "K": 600, "fp32": 1},
+        *(
+            {"name": f"flash-tp{tp}-t{tokens}", "T": tokens, "G": 8 // tp, "R": 1024, "K": 4096}
+            for tp in (1, 8)
+            for tokens in (1, 8, 64, 3456)
+        ),
+        {"name": "pro-tp1-t1", "T": 1, "G": 16, "R": 1024, "K": 4096},
     ),
     bytes_moved=lambda c: c["G"] * (c["R"] * c["K"] + 2 * c["T"] * (c["K"] + c["R"])),
     flops=lambda c: 2 * c["T"] * c["G"] * c["R"] * c["K"],

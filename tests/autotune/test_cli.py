@@ -165,8 +165,8 @@ def test_sound_launches_pass(shown, capsys):
         ),
         (["inspect", "qqq"], "OP is 'qqq', expected the name of an op"),
         (
-            ["inspect", "fp8_linear"],
-            "OP is 'fp8_linear', which runs its reference only, expected an op with kernels",
+            ["inspect", "rope_tables"],
+            "OP is 'rope_tables', which runs its reference only, expected an op with kernels",
         ),
         (["inspect", "--arch", "86"], "Invalid value for '--arch': '86' is not one of"),
         (["inspect", "--fast"], "No such option"),

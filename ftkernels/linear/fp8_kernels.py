@@ -1,0 +1,527 @@
+"""Products of rows with block-scaled FP8 matrices on the card: what the FP8 linears launch.
+
+Both kernels take ``weight [G, R, K]`` e4m3 with a UE8M0 code per 128x128 block of the flat
+``[G*R, K]`` matrix, and rows ``[T, G, K]``. Rows are e4m3 with a code per 128 channels, or plain:
+then they may be gate and up of an activation, be RMS-normed and be quantized on the way in.
+
+* "gemm": tiles of 128 by 128, one factor per 128 channels on the sum. Rows that need preparing are
+  prepared by a launch of its own.
+* "gemv": a block takes 512 channels and some weight rows. A warp owns 128 of the channels, so the
+  rows are prepared once, in registers. Sums of the splits go to scratch; the block that arrives
+  last adds them in order.
+
+Numerics: fp32 sums; the four warps' and the splits' parts are added in an order fixed by ``K``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import torch
+import triton
+import triton.language as tl
+
+from ftkernels import backend, check, config
+from ftkernels.quant.formats import (
+    tl_absbits,
+    tl_e4m3_round,
+    tl_group_code,
+    tl_ue8m0_decode,
+    tl_ue8m0_inverse,
+)
+from ftkernels.spec import COUNTER_BYTES, Case
+from ftkernels.target import Target
+
+BLOCK = 128
+GEMV_TOKENS = 64  # of one launch; also the most that go there unasked
+_NUM_COUNTERS = COUNTER_BYTES // 4
+_TYPES = {
+    torch.float8_e4m3fn: tl.float8e4nv, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16,
+    torch.float32: tl.float32,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Activations ``x [T, G, K]``, and what is done to them before the product.
+
+    Args:
+        x: with ``limit`` ``[T, G, 2*K]``, gate columns first.
+        scale: ``[T, ceil(K/128)]`` codes of an e4m3 ``x``.
+        quantize: round to FP8 in groups of 128 channels.
+        norm_weight, eps: of an RMS norm.
+        limit: clamp bound of SwiGLU, infinite for none; None for no activation.
+    """
+
+    x: torch.Tensor
+    scale: torch.Tensor | None = None
+    quantize: bool = False
+    norm_weight: torch.Tensor | None = None
+    eps: float = 0.0
+    limit: float | None = None
+
+    @property
+    def unprepared(self) -> bool:
+        return self.quantize or self.norm_weight is not None or self.limit is not None
+
+    @property
+    def operand(self) -> torch.dtype:
+        """What the product multiplies."""
+        return torch.float8_e4m3fn if self.quantize else self.x.dtype
+
+    def cut(self, begin: int, end: int) -> Rows:
+        scale = None if self.scale is None else self.scale[begin:end]
+        return replace(self, x=self.x[begin:end], scale=scale)
+
+
+@dataclass(frozen=True)
+class LinearConfig:
+    """``block_t`` tokens and ``block_n`` weight rows a tile.
+
+    ``tiles`` is how many weight tiles a block takes after one another ("gemv"), or how many token
+    tiles run before the next weight tile ("gemm").
+    """
+
+    block_t: int
+    block_n: int
+    tiles: int
+    num_warps: int
+    num_stages: int
+
+
+def default_config(key: Case) -> LinearConfig:
+    """Used when no tuned entry fits."""
+    if not key["gemv"]:
+        if key["bits"] == 32:
+            return LinearConfig(32, 32, 32, 4, 1)
+        if key["K"] % BLOCK:
+            return LinearConfig(32, 32, 32, 4, 1)
+        return LinearConfig(128, 128, 32, 8, 3)
+    slices = _slices(key["K"])
+    # enough blocks to keep two on each of 128 SMs busy, and none that does little else than start
+    blocks = triton.cdiv(key["G"] * key["N"], 32) * triton.cdiv(key["K"], slices * BLOCK)
+    tiles = 1
+    while tiles < 8 and blocks >= 2 * 192 * tiles:
+        tiles *= 2
+    block_t = 8 if key["T"] <= 8 else 16
+    return LinearConfig(block_t, 16 if key["bits"] == 32 else 32, tiles, slices, 3)
+
+
+def candidates(key: Case, target: Target) -> Iterable[LinearConfig]:
+    if key["bits"] == 32 or (key["K"] % BLOCK and not key["gemv"]):
+        yield default_config(key)
+    elif key["gemv"]:
+        slices = _slices(key["K"])
+        for block_t in (8, 16):
+            for block_n in (16, 32, 64):
+                for tiles in (1, 2, 4, 8):
+                    for stages in (2, 3):
+                        yield LinearConfig(block_t, block_n, tiles, slices, stages)
+    else:
+        for block_t, warps in ((64, 4), (64, 8), (128, 8)):
+            for tiles in (8, 32):
+                for stages in (2, 3):
+                    yield LinearConfig(block_t, 128, tiles, warps, stages)
+
+
+def _slices(k: int) -> int:
+    """Warps of a block, each with 128 channels of a split."""
+    return min(4, triton.next_power_of_2(triton.cdiv(max(k, 1), BLOCK)))
+
+
+def _splits(k: int) -> int:
+    return triton.cdiv(k, _slices(k) * BLOCK)
+
+
+def takes_gemv(path: str | None, num_tokens: int) -> bool:
+    return path == "gemv" or (path is None and num_tokens <= GEMV_TOKENS)
+
+
+def num_bytes(
+    num_tokens: int, groups: int, n: int, k: int, *, item: int, gemv: bool, gemm: bool
+) -> int:  # fmt: skip
+    """Scratch of the given paths: counters, then sums of the splits or prepared rows.
+
+    Args:
+        item: bytes of a prepared channel, 0 where rows are taken as they are.
+    """
+    sums = prepared = 0
+    if gemv and _splits(k) > 1:
+        sums = 4 * _splits(k) * min(num_tokens, GEMV_TOKENS) * groups * n
+    if gemm and item:
+        prepared = num_tokens * (_row_bytes(k, item) + _row_bytes(triton.cdiv(k, BLOCK), 1))
+    return COUNTER_BYTES + max(sums, prepared)
+
+
+def _row_bytes(k: int, item: int) -> int:
+    return 16 * triton.cdiv(k * item, 16)
+
+
+def rows_bytes(rows: Rows, weight: torch.Tensor, path: str | None) -> int:
+    """Scratch of a product with ``weight [G, R, K]``."""
+    count, gemv = rows.x.shape[0], takes_gemv(path, rows.x.shape[0])
+    item = rows.operand.itemsize if rows.unprepared else 0
+    return num_bytes(count, *weight.shape, item=item, gemv=gemv, gemm=not gemv)
+
+
+def multiply(
+    op: str, rows: Rows, weight: torch.Tensor, scale: torch.Tensor, path: str | None,
+    out: torch.Tensor, scratch: torch.Tensor | None,
+) -> None:  # fmt: skip
+    """``out [T, G, R] = rows @ weight [G, R, K]``; a given ``scratch`` has been checked."""
+    count, groups, n = out.shape
+    k, gemv = weight.shape[2], takes_gemv(path, count)
+    key = {"G": groups, "N": n, "K": k, "bits": 8 * rows.operand.itemsize, "gemv": int(gemv)}
+    with backend.on_device(weight):
+        if scratch is None and (gemv or rows.unprepared):
+            scratch = check.scratch(op, None, rows_bytes(rows, weight, path), weight)
+        if gemv:
+            assert scratch is not None
+            for begin in range(0, count, GEMV_TOKENS):
+                end = min(begin + GEMV_TOKENS, count)
+                _gemv(op, key, rows.cut(begin, end), weight, scale, out[begin:end], scratch)
+            return
+        cfg = config.lookup(op, {**key, "T": count}, default_config, grows="T")
+        if rows.unprepared:
+            assert scratch is not None
+            rows = _prepare(rows, k, scratch)
+        _gemm(cfg, rows, weight, scale, out)
+
+
+def _prologue(rows: Rows) -> dict[str, object]:
+    """Arguments of the kernels that prepare rows."""
+    return {
+        "norm_ptr": rows.norm_weight, "eps": rows.eps,
+        "limit": 0.0 if rows.limit is None else rows.limit,
+        "NORM": rows.norm_weight is not None, "SWIGLU": rows.limit is not None,
+        "QUANTIZE": rows.quantize, "DTYPE": _TYPES[rows.operand],
+    }  # fmt: skip
+
+
+def _gemv(
+    op: str, key: Case, rows: Rows, weight: torch.Tensor, scale: torch.Tensor, out: torch.Tensor,
+    scratch: torch.Tensor,
+) -> None:  # fmt: skip
+    count, groups, n = out.shape
+    k, splits = weight.shape[2], _splits(weight.shape[2])
+    cfg = config.lookup(op, {**key, "T": count}, default_config, grows="T")
+    block_n = cfg.block_n * cfg.tiles
+    chunks, tiles_t = triton.cdiv(n, block_n), triton.cdiv(count, cfg.block_t)
+    if tiles_t * groups * chunks > _NUM_COUNTERS:
+        raise ValueError(
+            f"{op}: weight is {tuple(weight.shape)}, expected at most "
+            f"{_NUM_COUNTERS * block_n // tiles_t} rows"
+        )
+    _gemv_kernel[(tiles_t, groups * chunks, splits)](
+        rows.x, rows.x.stride(0), rows.x.stride(1),
+        rows.scale, 0 if rows.scale is None else rows.scale.stride(0),
+        weight, weight.stride(0), weight.stride(1),
+        scale, scale.stride(0),
+        out, out.stride(0), out.stride(1),
+        scratch[:COUNTER_BYTES].view(torch.int32),
+        scratch[COUNTER_BYTES:][: 4 * splits * count * groups * n].view(torch.float32),
+        count * groups * n, groups * n,
+        count, n, k, chunks,
+        **_prologue(rows), SCALED=rows.scale is not None,
+        SPLITS=splits, SLICES=_slices(k), TILES=cfg.tiles,
+        EVEN_K=k % (_slices(k) * BLOCK) == 0, ROW_SCALES=groups > 1 and n % cfg.block_n != 0,
+        BLOCK_T=cfg.block_t, LIVE_T=min(cfg.block_t, triton.next_power_of_2(count)),
+        BLOCK_N=cfg.block_n, STAGES=cfg.num_stages,
+        num_warps=_slices(k), maxnreg=255,
+    )  # fmt: skip
+
+
+def _prepare(rows: Rows, k: int, scratch: torch.Tensor) -> Rows:
+    """The rows as the product takes them, in ``scratch``."""
+    count, item = rows.x.shape[0], rows.operand.itemsize
+    width, codes = _row_bytes(k, item), _row_bytes(triton.cdiv(k, BLOCK), 1)
+    memory = scratch[COUNTER_BYTES:]
+    x = memory[: count * width].view(count, 1, width).view(rows.operand)
+    scale = memory[count * width :][: count * codes].view(count, codes)
+    slices = _slices(k)
+    _prepare_kernel[(triton.cdiv(count, 8), _splits(k))](
+        rows.x, rows.x.stride(0),
+        x, x.stride(0), scale, scale.stride(0),
+        count, k, triton.cdiv(k, BLOCK),
+        **_prologue(rows), SLICES=slices, BLOCK_T=8, num_warps=slices,
+    )  # fmt: skip
+    return Rows(x, scale if rows.quantize else None)
+
+
+def _gemm(
+    cfg: LinearConfig, rows: Rows, weight: torch.Tensor, scale: torch.Tensor, out: torch.Tensor
+) -> None:
+    count, groups, n = out.shape
+    k, item = weight.shape[2], rows.x.element_size()
+    block_k = BLOCK // item
+    tiles_t, tiles_n = triton.cdiv(count, cfg.block_t), triton.cdiv(n, cfg.block_n)
+    _gemm_kernel[(tiles_t * tiles_n, groups)](
+        rows.x, rows.x.stride(0), rows.x.stride(1),
+        rows.scale, 0 if rows.scale is None else rows.scale.stride(0),
+        weight, weight.stride(0), weight.stride(1),
+        scale, scale.stride(0),
+        out, out.stride(0), out.stride(1),
+        count, n, k, tiles_t, tiles_n,
+        SCALED=rows.scale is not None, DTYPE=_TYPES[rows.x.dtype], EVEN_K=k % block_k == 0,
+        ROW_SCALES=groups > 1 and n % cfg.block_n != 0,
+        BLOCK_T=cfg.block_t, BLOCK_N=cfg.block_n, BLOCK_K=block_k, GROUP_T=cfg.tiles,
+        num_warps=cfg.num_warps, num_stages=cfg.num_stages, maxnreg=255,
+    )  # fmt: skip
+
+
+@triton.jit
+def _load_rows(x_ptr, stride_xt, tokens, live, k, K, limit, SWIGLU: tl.constexpr):
+    """fp32 ``x[tokens, k]``, activated where asked for and rounded to the dtype of ``x``."""
+    ptrs = x_ptr + tokens.to(tl.int64) * stride_xt + k
+    mask = live & (k < K)
+    x = tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
+    if SWIGLU:
+        up = tl.load(ptrs + K, mask=mask, other=0.0).to(tl.float32)
+        gate = tl.minimum(x, limit)
+        up = tl.minimum(tl.maximum(up, -limit), limit)
+        x = (gate * tl.sigmoid(gate) * up).to(x_ptr.dtype.element_ty).to(tl.float32)
+    return x
+
+
+@triton.jit
+def _inverse_rms(x_ptr, stride_xt, tokens, live, K, eps):
+    """``[T]`` of whole rows; the columns' chunks are as wide for any number of tokens."""
+    WIDTH: tl.constexpr = 1024
+    total = tl.zeros(tokens.shape, tl.float32)
+    for start in range(0, K, WIDTH):
+        k = start + tl.arange(0, WIDTH)[None, :]
+        x = _load_rows(x_ptr, stride_xt, tokens[:, None], live[:, None], k, K, 0.0, False)
+        total += tl.sum(x * x, axis=1)
+    return tl.rsqrt(total / K + eps)
+
+
+@triton.jit
+def _prepared(
+    x_ptr, stride_xt, tokens, live, k, K, norm_ptr, eps, limit,
+    NORM: tl.constexpr, SWIGLU: tl.constexpr, QUANTIZE: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """Rows ``[SLICES, T, 128]`` in DTYPE, and their scale codes ``[SLICES, T]``."""
+    x = _load_rows(
+        x_ptr, stride_xt, tokens[None, :, None], live[None, :, None], k, K, limit, SWIGLU
+    )
+    if NORM:
+        inverse = _inverse_rms(x_ptr, stride_xt, tokens, live, K, eps)
+        x *= inverse[None, :, None]
+        x *= tl.load(norm_ptr + k, mask=k < K, other=0.0).to(tl.float32)
+        x = x.to(x_ptr.dtype.element_ty).to(tl.float32)
+    code = tl.full((x.shape[0], x.shape[1]), 127, tl.int32)
+    if QUANTIZE:
+        # FLOOR_BITS is 1e-4, INVERSE 1/448
+        code = tl_group_code(tl.max(tl_absbits(x), axis=2), 0x38D1B717, 1.0 / 448.0)
+        x *= tl_ue8m0_inverse(code)[:, :, None]
+        # 16-bit values under a power of two are cast right by every Triton
+        if x_ptr.dtype.element_ty == tl.float32:
+            x = tl_e4m3_round(x)
+    return x.to(DTYPE), code
+
+
+@triton.jit
+def _prepare_kernel(
+    x_ptr, stride_xt,  # [T, K] or [T, 2*K]
+    out_ptr, stride_ot,  # [T, K]
+    scale_ptr, stride_st,  # [T, num_groups]
+    T, K, num_groups, norm_ptr, eps, limit,
+    NORM: tl.constexpr, SWIGLU: tl.constexpr, QUANTIZE: tl.constexpr, DTYPE: tl.constexpr,
+    SLICES: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    tokens = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    groups = tl.program_id(1) * SLICES + tl.arange(0, SLICES)
+    live, k = tokens < T, groups[:, None, None] * 128 + tl.arange(0, 128)[None, None, :]
+    x, code = _prepared(
+        x_ptr, stride_xt, tokens, live, k, K, norm_ptr, eps, limit, NORM, SWIGLU, QUANTIZE, DTYPE
+    )
+    rows = tokens.to(tl.int64)
+    mask = live[None, :, None] & (k < K)
+    tl.store(out_ptr + rows[None, :, None] * stride_ot + k, x, mask=mask)
+    if QUANTIZE:
+        ptrs = scale_ptr + rows[None, :] * stride_st + groups[:, None]
+        mask_s = live[None, :] & (groups[:, None] < num_groups)
+        tl.store(ptrs, code.to(tl.uint8), mask=mask_s)
+
+
+@triton.jit
+def _block_scales(scale_ptr, stride_s, row, columns, last):
+    """fp32 scales of blocks ``columns`` (past ``last``: of no account) for a flat weight row."""
+    ptrs = scale_ptr + (row // 128).to(tl.int64) * stride_s + columns
+    return tl_ue8m0_decode(tl.load(ptrs, mask=columns < last, other=0).to(tl.int32))
+
+
+@triton.jit
+def _repeated(x, COUNT: tl.constexpr):
+    """``[S, T, I]`` to ``[S, COUNT, I]``, the tokens again and again."""
+    TIMES: tl.constexpr = COUNT // x.shape[1]
+    x = tl.broadcast_to(x[:, None], (x.shape[0], TIMES, x.shape[1], x.shape[2]))
+    return tl.reshape(x, (x.shape[0], COUNT, x.shape[3]))
+
+
+@triton.jit
+def _halved(x):
+    """``[S, N, T]`` to ``[S/2, N, T]``: slice ``i`` and slice ``i + S/2`` together."""
+    halves = tl.reshape(x, (2, x.shape[0] // 2, x.shape[1], x.shape[2]))
+    low, high = tl.split(tl.permute(halves, (1, 2, 3, 0)))
+    return low + high
+
+
+@triton.jit
+def _slice_sum(x):
+    """Sum of ``[SLICES, N, T]`` over up to four slices, in an order of its own making."""
+    if x.shape[0] == 4:
+        x = _halved(x)
+    if x.shape[0] == 2:
+        x = _halved(x)
+    return tl.reshape(x, (x.shape[1], x.shape[2]))
+
+
+@triton.jit
+def _add_splits(
+    sums_ptr, stride_us, stride_ut, out_ptr, stride_ot, tokens, live, first, R,
+    SPLITS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Sums of the splits of ``ROWS`` weight rows, in order, rounded to ``out[tokens]``."""
+    offs_n = first + tl.arange(0, ROWS)
+    mask = live[:, None] & (offs_n < R)[None, :]
+    rows = tokens.to(tl.int64)[:, None]
+    ptrs = sums_ptr + rows * stride_ut + offs_n[None, :]
+    total = tl.zeros(mask.shape, tl.float32)
+    for _ in range(0, SPLITS):
+        total += tl.load(ptrs, mask=mask, other=0.0, cache_modifier=".cg")
+        ptrs += stride_us
+    ptrs_o = out_ptr + rows * stride_ot + offs_n[None, :]
+    tl.store(ptrs_o, total.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _gemv_kernel(
+    x_ptr, stride_xt, stride_xg,  # [T, G, K] or [T, G, 2*K]
+    x_scale_ptr, stride_st,  # [T, ceil(K/128)]
+    weight_ptr, stride_wg, stride_wr,  # [G, R, K]
+    scale_ptr, stride_s,  # [ceil(G*R/128), ceil(K/128)]
+    out_ptr, stride_ot, stride_og,  # [T, G, R]
+    counters_ptr,  # [G*chunks, token tiles]
+    sums_ptr, stride_us, stride_ut,  # [SPLITS, T, G*R]
+    T, R, K, chunks, norm_ptr, eps, limit,
+    NORM: tl.constexpr, SWIGLU: tl.constexpr, QUANTIZE: tl.constexpr, DTYPE: tl.constexpr,
+    SCALED: tl.constexpr, SPLITS: tl.constexpr, SLICES: tl.constexpr, TILES: tl.constexpr,
+    EVEN_K: tl.constexpr, ROW_SCALES: tl.constexpr, BLOCK_T: tl.constexpr, LIVE_T: tl.constexpr,
+    BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    split = tl.program_id(2)
+    group, first = tl.program_id(1) // chunks, tl.program_id(1) % chunks * (TILES * BLOCK_N)
+    tokens = tl.program_id(0) * BLOCK_T + tl.arange(0, LIVE_T)
+    live = tokens < T
+    columns = split * SLICES + tl.arange(0, SLICES)
+    k = columns[:, None, None] * 128 + tl.arange(0, 128)[None, None, :]
+    last = tl.cdiv(K, 128)
+    x_ptr += group.to(tl.int64) * stride_xg
+    x, code = _prepared(
+        x_ptr, stride_xt, tokens, live, k, K, norm_ptr, eps, limit, NORM, SWIGLU, QUANTIZE, DTYPE
+    )
+    if SCALED:
+        ptrs = x_scale_ptr + tokens.to(tl.int64)[None, :] * stride_st + columns[:, None]
+        mask_s = live[None, :] & (columns[:, None] < last)
+        code = tl.load(ptrs, mask=mask_s, other=0).to(tl.int32)
+    x = tl.permute(_repeated(x, BLOCK_T), (0, 2, 1))
+    factor = tl.permute(_repeated(tl_ue8m0_decode(code)[:, :, None], BLOCK_T), (0, 2, 1))
+    offs_t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    # columns past LIVE_T repeat others
+    mask_t = (offs_t < T) & (tl.arange(0, BLOCK_T) < LIVE_T)
+    sums_ptr += group * R
+    sums_rows = split.to(tl.int64) * stride_us + offs_t.to(tl.int64)[None, :] * stride_ut
+    out_ptr += group.to(tl.int64) * stride_og
+    weight_ptr += group.to(tl.int64) * stride_wg
+    for tile in tl.range(0, TILES, num_stages=STAGES):
+        start = first + tile * BLOCK_N
+        offs_n = start + tl.arange(0, BLOCK_N)
+        # rows past the matrix repeat its last one
+        rows = tl.minimum(offs_n, R - 1)
+        ptrs_w = weight_ptr + rows.to(tl.int64)[None, :, None] * stride_wr + k
+        weight = tl.load(ptrs_w) if EVEN_K else tl.load(ptrs_w, mask=k < K, other=0.0)
+        part = tl.dot(weight.to(DTYPE), x, input_precision="ieee")
+        if ROW_SCALES:
+            flat = (group * R + rows)[None, :]
+            by_row = _block_scales(scale_ptr, stride_s, flat, columns[:, None], last)
+            part *= by_row[:, :, None] * factor
+        else:
+            flat = group * R + tl.minimum(start, R - 1)
+            scales = _block_scales(scale_ptr, stride_s, flat, columns, last)
+            part *= scales[:, None, None] * factor
+        total = _slice_sum(part)
+        mask = (offs_n < R)[:, None] & mask_t[None, :]
+        if SPLITS == 1:
+            ptrs_o = out_ptr + offs_t.to(tl.int64)[None, :] * stride_ot + offs_n[:, None]
+            tl.store(ptrs_o, total.to(out_ptr.dtype.element_ty), mask=mask)
+        else:
+            tl.store(sums_ptr + sums_rows + offs_n[:, None], total, mask=mask)
+    if SPLITS > 1:
+        # all threads' sums are in memory before the split counts as finished
+        tl.debug_barrier()
+        counter = counters_ptr + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+        if tl.atomic_add(counter, 1, sem="acq_rel") == SPLITS - 1:
+            tl.store(counter, 0)
+            _add_splits(
+                sums_ptr, stride_us, stride_ut, out_ptr, stride_ot, tokens, live, first, R,
+                SPLITS, TILES * BLOCK_N,
+            )  # fmt: skip
+
+
+@triton.jit
+def _gemm_kernel(
+    x_ptr, stride_xt, stride_xg,  # [T, G, K]
+    x_scale_ptr, stride_st,  # [T, ceil(K/128)]
+    weight_ptr, stride_wg, stride_wr,  # [G, R, K]
+    scale_ptr, stride_s,  # [ceil(G*R/128), ceil(K/128)]
+    out_ptr, stride_ot, stride_og,  # [T, G, R]
+    T, R, K, tiles_t, tiles_n,
+    SCALED: tl.constexpr, DTYPE: tl.constexpr, EVEN_K: tl.constexpr, ROW_SCALES: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_T: tl.constexpr,
+):  # fmt: skip
+    group = tl.program_id(1)
+    # weight tiles in turn, each for all token tiles of a band whose rows stay in L2
+    band, inside = tl.program_id(0) // (GROUP_T * tiles_n), tl.program_id(0) % (GROUP_T * tiles_n)
+    in_band = tl.minimum(tiles_t - band * GROUP_T, GROUP_T)
+    first_t = (band * GROUP_T + inside % in_band) * BLOCK_T
+    first_n = inside // in_band * BLOCK_N
+    offs_t, offs_n = first_t + tl.arange(0, BLOCK_T), first_n + tl.arange(0, BLOCK_N)
+    # rows past an end repeat the last one
+    tokens, rows = tl.minimum(offs_t, T - 1).to(tl.int64), tl.minimum(offs_n, R - 1)
+    offs_k = tl.arange(0, BLOCK_K)
+    x_ptrs = x_ptr + group.to(tl.int64) * stride_xg + tokens[:, None] * stride_xt + offs_k[None, :]
+    weight_ptrs = weight_ptr + group.to(tl.int64) * stride_wg
+    weight_ptrs += rows.to(tl.int64)[:, None] * stride_wr + offs_k[None, :]
+    if SCALED:
+        x_scale_ptrs = x_scale_ptr + tokens * stride_st
+    if ROW_SCALES:
+        scale_ptrs = scale_ptr + ((group * R + rows) // 128).to(tl.int64) * stride_s
+    else:
+        scale_ptrs = scale_ptr + ((group * R + first_n) // 128).to(tl.int64) * stride_s
+    acc = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
+    for step in range(0, tl.cdiv(K, BLOCK_K)):
+        if EVEN_K:
+            x, weight = tl.load(x_ptrs), tl.load(weight_ptrs)
+        else:
+            mask = (step * BLOCK_K + offs_k < K)[None, :]
+            x = tl.load(x_ptrs, mask=mask, other=0.0)
+            weight = tl.load(weight_ptrs, mask=mask, other=0.0)
+        column = step * BLOCK_K // 128
+        scales = tl_ue8m0_decode(tl.load(scale_ptrs + column).to(tl.int32))
+        part = tl.dot(x, tl.trans(weight.to(DTYPE)), input_precision="ieee")
+        if ROW_SCALES:
+            part *= scales[None, :]
+            scales = 1.0
+        if SCALED:
+            codes = tl.load(x_scale_ptrs + column).to(tl.int32)
+            acc += part * (tl_ue8m0_decode(codes) * scales)[:, None]
+        else:
+            acc += part * scales
+        x_ptrs += BLOCK_K
+        weight_ptrs += BLOCK_K
+    out_ptr += group.to(tl.int64) * stride_og
+    ptrs_o = out_ptr + offs_t.to(tl.int64)[:, None] * stride_ot + offs_n[None, :]
+    mask_o = (offs_t < T)[:, None] & (offs_n < R)[None, :]
+    tl.store(ptrs_o, acc.to(out_ptr.dtype.element_ty), mask=mask_o)
