@@ -20,6 +20,7 @@ from ftkernels.attention.dense import Pools, check_queries, config_key, softmax_
 from ftkernels.attention.merge import outputs
 from ftkernels.attention.prefill import SPEC as _PREFILL
 from ftkernels.attention.prefill import Result, flash_cases, rows_seen
+from ftkernels.attention.queries import prepare_queries, prepared
 from ftkernels.attention.tiles import (
     LOG2_E,
     NEVER,
@@ -47,7 +48,8 @@ def mla_decode(
     block_table: torch.Tensor | None = None, compress_ratio: int = 0,
     index_topk: torch.Tensor | None = None, kv_format: str = "bf16",
     cos: torch.Tensor | None = None, sin: torch.Tensor | None = None, return_lse: bool = False,
-    num_splits: int | None = None, out: Result | None = None, scratch: torch.Tensor | None = None,
+    num_splits: int | None = None, q_norm_eps: float | None = None, out: Result | None = None,
+    scratch: torch.Tensor | None = None,
 ) -> Result:  # fmt: skip
     """Attend from the newest token of each sequence; its own rows are already in the pools.
 
@@ -65,6 +67,8 @@ def mla_decode(
         cos, sin: rope tables; the result is rotated back by the query's position.
         return_lse: also give ``lse [S, H]`` fp32.
         num_splits: upper bound of the runs a sequence's tiles are cut into.
+        q_norm_eps: ``q`` is the raw projection: each head is RMS-normed without a weight under this
+            eps and rotated by the query's position first, as `rms_norm` and `apply_rope` do.
         out: ``[S, H, D]``, a pair with ``return_lse``.
         scratch: as ``scratch_bytes("mla_decode", S=.., H=.., D=.., topk=.., rows=..)`` says,
             ``rows`` being what ``block_table`` holds, with ``window=`` and ``num_splits=`` where
@@ -78,7 +82,7 @@ def mla_decode(
     """
     pools = _checked(
         q, window_kv, window_block_table, seq_lens, softmax_scale, sink, window, cmp_kv,
-        block_table, compress_ratio, index_topk, kv_format, cos, sin, num_splits,
+        block_table, compress_ratio, index_topk, kv_format, cos, sin, num_splits, q_norm_eps,
     )  # fmt: skip
     if scratch is not None:
         count, heads, dim = q.shape
@@ -86,13 +90,14 @@ def mla_decode(
         check.scratch("mla_decode", scratch, num_bytes, q, (("q", q),))
     if backend.use_reference(q):
         return _decode(
-            q, pools, seq_lens, softmax_scale, sink, index_topk, cos, sin, return_lse, out
-        )
+            q, pools, seq_lens, softmax_scale, sink, index_topk, cos, sin, return_lse, q_norm_eps,
+            out,
+        )  # fmt: skip
     result, lse = _outputs(q, pools, seq_lens, sink, index_topk, cos, sin, return_lse, out)
     if result.numel():
         _launch(
-            q, pools, seq_lens, softmax_scale, sink, index_topk, cos, sin, num_splits, result, lse,
-            scratch,
+            q, pools, seq_lens, softmax_scale, sink, index_topk, cos, sin, num_splits, q_norm_eps,
+            result, lse, scratch,
         )  # fmt: skip
     return result if lse is None else (result, lse)
 
@@ -104,14 +109,16 @@ def mla_decode_reference(
     block_table: torch.Tensor | None = None, compress_ratio: int = 0,
     index_topk: torch.Tensor | None = None, kv_format: str = "bf16",
     cos: torch.Tensor | None = None, sin: torch.Tensor | None = None, return_lse: bool = False,
-    num_splits: int | None = None, out: Result | None = None,
+    num_splits: int | None = None, q_norm_eps: float | None = None, out: Result | None = None,
 ) -> Result:  # fmt: skip
     """The definition in plain torch, one sequence after another."""
     pools = _checked(
         q, window_kv, window_block_table, seq_lens, softmax_scale, sink, window, cmp_kv,
-        block_table, compress_ratio, index_topk, kv_format, cos, sin, num_splits,
+        block_table, compress_ratio, index_topk, kv_format, cos, sin, num_splits, q_norm_eps,
     )  # fmt: skip
-    return _decode(q, pools, seq_lens, softmax_scale, sink, index_topk, cos, sin, return_lse, out)
+    return _decode(
+        q, pools, seq_lens, softmax_scale, sink, index_topk, cos, sin, return_lse, q_norm_eps, out
+    )
 
 
 def _checked(
@@ -119,7 +126,7 @@ def _checked(
     seq_lens: torch.Tensor, softmax_scale: float, sink: torch.Tensor | None, window: int,
     cmp_kv: torch.Tensor | None, block_table: torch.Tensor | None, compress_ratio: int,
     index_topk: torch.Tensor | None, kv_format: str, cos: torch.Tensor | None,
-    sin: torch.Tensor | None, num_splits: int | None,
+    sin: torch.Tensor | None, num_splits: int | None, q_norm_eps: float | None,
 ) -> Pools:  # fmt: skip
     op = "mla_decode"
     check_queries(op, q, "[S, H, D]", sink, cos, sin, softmax_scale)
@@ -131,6 +138,9 @@ def _checked(
     pools.check(op, q, count, 64 if cos is None else 2 * cos.shape[1])
     if num_splits is not None:
         check.integer(op, "num_splits", num_splits, 1)
+    if q_norm_eps is not None:
+        check.number(op, "q_norm_eps", q_norm_eps, 0)
+        check.require(cos is not None, f"{op}: q_norm_eps is given without cos and sin")
     most = COUNTER_BYTES // (4 * max(1, triton.cdiv(q.shape[1], 8)))
     if count > most:
         raise ValueError(f"{op}: q is {tuple(q.shape)}, expected at most {most} sequences")
@@ -156,9 +166,13 @@ def _outputs(
 def _decode(
     q: torch.Tensor, pools: Pools, seq_lens: torch.Tensor, softmax_scale: float,
     sink: torch.Tensor | None, index_topk: torch.Tensor | None, cos: torch.Tensor | None,
-    sin: torch.Tensor | None, return_lse: bool, out: Result | None,
+    sin: torch.Tensor | None, return_lse: bool, q_norm_eps: float | None, out: Result | None,
 ) -> Result:  # fmt: skip
     lengths = seq_lens.tolist()
+    raw = q
+    if q_norm_eps is not None and cos is not None and sin is not None:
+        positions = (seq_lens - 1).clamp_min_(0)
+        q = prepared(q, positions, q_norm_eps, cos, sin)
 
     def attend(s: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         picks = None if index_topk is None else index_topk[s]
@@ -170,7 +184,7 @@ def _decode(
 
     if len(lengths) == 1 and lengths[0] and out is None and not return_lse:
         return attend(0)[0].to(q.dtype)
-    result, lse = _outputs(q, pools, seq_lens, sink, index_topk, cos, sin, return_lse, out)
+    result, lse = _outputs(raw, pools, seq_lens, sink, index_topk, cos, sin, return_lse, out)
     for s, length in enumerate(lengths):
         if length == 0:
             result[s] = 0.0
@@ -258,8 +272,8 @@ def _splits(
 def _launch(
     q: torch.Tensor, pools: Pools, seq_lens: torch.Tensor, softmax_scale: float,
     sink: torch.Tensor | None, index_topk: torch.Tensor | None, cos: torch.Tensor | None,
-    sin: torch.Tensor | None, num_splits: int | None, result: torch.Tensor,
-    lse: torch.Tensor | None, scratch: torch.Tensor | None,
+    sin: torch.Tensor | None, num_splits: int | None, q_norm_eps: float | None,
+    result: torch.Tensor, lse: torch.Tensor | None, scratch: torch.Tensor | None,
 ) -> None:  # fmt: skip
     op = "mla_decode"
     count, num_heads, dim = q.shape
@@ -285,9 +299,9 @@ def _launch(
             result, result.stride(0), result.stride(1),
             lse, 0 if lse is None else lse.stride(0),
             scratch[:COUNTER_BYTES].view(torch.int32), mixed, sums,
-            num_heads, topk, softmax_scale * LOG2_E.value,
+            num_heads, topk, softmax_scale * LOG2_E.value, q_norm_eps or 0.0,
             **pools.constants(q), HAS_PICKS=index_topk is not None,
-            HAS_SINK=sink is not None, HAS_LSE=lse is not None,
+            HAS_SINK=sink is not None, HAS_LSE=lse is not None, RAW=q_norm_eps is not None,
             HALF=0 if cos is None else cos.shape[1], SPLIT=cfg.split,
             NUM_SPLITS=splits, BLOCK_H=cfg.block_h, BLOCK_R=_TILE,
             WIDE=cfg.block_h >= 16,
@@ -360,12 +374,12 @@ def _mla_decode_kernel(
     counters_ptr,  # [S, head blocks]
     mixed_ptr,  # [S, NUM_SPLITS, H, D]
     sums_ptr,  # [S, NUM_SPLITS, 2, H]: top, total
-    num_heads, topk, factor,
+    num_heads, topk, factor, q_eps,
     WINDOW: tl.constexpr, PER_WINDOW: tl.constexpr, PER_PAGE: tl.constexpr, RATIO: tl.constexpr,
-    HAS_PICKS: tl.constexpr, HAS_SINK: tl.constexpr, HAS_LSE: tl.constexpr, HALF: tl.constexpr,
-    D: tl.constexpr, D_P2: tl.constexpr, SPLIT: tl.constexpr, NUM_SPLITS: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr, WIDE: tl.constexpr, PACKED: tl.constexpr,
-    DTYPE: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_PICKS: tl.constexpr, HAS_SINK: tl.constexpr, HAS_LSE: tl.constexpr, RAW: tl.constexpr,
+    HALF: tl.constexpr, D: tl.constexpr, D_P2: tl.constexpr, SPLIT: tl.constexpr,
+    NUM_SPLITS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr, WIDE: tl.constexpr,
+    PACKED: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     DIM: tl.constexpr = D_P2 // SPLIT
     WINDOW_TILES: tl.constexpr = (WINDOW + BLOCK_R - 1) // BLOCK_R
@@ -390,7 +404,20 @@ def _mla_decode_kernel(
         return
     begin = run * per_run
     end = tl.minimum(begin + per_run, tiles)
-    rows = seq * stride_qs + heads.to(tl.int64) * stride_qh
+    q_ptr += seq * stride_qs
+    rows = heads.to(tl.int64) * stride_qh
+    first_run = seq * NUM_SPLITS
+    if RAW:
+        # where this run's state goes at the end, each head to its own bytes
+        Q_DTYPE: tl.constexpr = q_ptr.dtype.element_ty
+        Q_STRIDE: tl.constexpr = D * (32 // Q_DTYPE.primitive_bitwidth)
+        own_ptr = mixed_ptr + (first_run + run) * num_heads * D
+        own_ptr = own_ptr.to(tl.pointer_type(Q_DTYPE), bitcast=True)
+        prepare_queries(
+            q_ptr, stride_qh, own_ptr, heads, live, length - 1, q_eps, cos_ptr, stride_cos,
+            sin_ptr, stride_sin, D, D_P2, HALF, Q_STRIDE,
+        )  # fmt: skip
+        q_ptr, rows = own_ptr, heads.to(tl.int64) * Q_STRIDE
     q = load_rows(q_ptr, rows, live, D, D_P2, SPLIT, WIDE).to(DTYPE)
     top = tl.full((BLOCK_H,), NEVER, tl.float32)
     total = tl.zeros((BLOCK_H,), tl.float32)
@@ -419,7 +446,6 @@ def _mla_decode_kernel(
             stride_sin, out_ptr, stride_oh, lse_ptr, D, D_P2, HALF, HAS_SINK, HAS_LSE, SPLIT, WIDE,
         )  # fmt: skip
     else:
-        first_run = seq * NUM_SPLITS
         tops = sums_ptr + (first_run + run) * 2 * num_heads + heads
         tl.store(tops, top, mask=live)
         tl.store(tops + num_heads, total, mask=live)
@@ -448,10 +474,13 @@ def _inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
     for name in ("block_table", "index_topk"):
         if name in kwargs:
             kwargs[name] = kwargs[name].expand(sequences, -1)
+    if case.get("raw"):
+        kwargs["q_norm_eps"] = 1e-6
     q = q.expand(sequences, -1, -1)
     return (q, pool, table.expand(sequences, -1), lens), kwargs
 
 
+_FLASH = flash_cases({"S": 1, "length": 4096})
 SPEC = KernelSpec(
     op=mla_decode, reference=mla_decode_reference, default=default_config,
     candidates=candidates, inputs=_inputs, tolerance=5e-3, scratch=_scratch,
@@ -461,7 +490,9 @@ SPEC = KernelSpec(
          "fp32": 1},
         {"name": "flash-tp8-hca-fp8", "S": 1, "H": 8, "D": 512, "length": 4096, "ratio": 128,
          "kv_format": "fp8"},
-        *flash_cases({"S": 1, "length": 4096}),
+        {"name": "small-raw", "S": 2, "H": 3, "D": 128, "length": 300, "ratio": 128, "raw": 1},
+        *_FLASH,
+        *({**c, "name": f"{c['name']}-raw", "raw": 1} for c in _FLASH if c["H"] in (8, 64)),
     ),
     bytes_moved=lambda c: 2 * c["S"] * c["D"] * (rows_seen(c, c["length"] - 1) + 2 * c["H"]),
     flops=lambda c: 4 * c["S"] * c["H"] * c["D"] * rows_seen(c, c["length"] - 1),

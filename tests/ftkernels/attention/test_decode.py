@@ -3,7 +3,8 @@
 Mutants run, each noticed: rotation by the next position, the last tile of a run dropped, runs
 joined without decay, counters left, runs of a length the launch decides, a table's width that cuts
 the runs, a compressed row seen one token late, one sequence's states for all, the first heads'
-block for all.
+block for all; of raw queries: no norm, eps left out, the next position, rotated before the norm,
+another head's row, not rounded between the steps.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ftkernels import scratch_bytes
+from ftkernels import apply_rope, rms_norm, scratch_bytes
 from ftkernels.attention import decode
 from ftkernels.attention.decode import mla_decode_reference
 from ftkernels.spec import COUNTER_BYTES
@@ -278,3 +279,56 @@ def test_empty_batch():
     assert got.shape == (0, 2, 64)
     assert lse.shape == (0, 2)
     assert not launches
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(("heads", "ratio", "picks"), [(3, 0, 0), (8, 4, 24), (17, 128, 0)])
+def test_raw_queries_are_normed_and_rotated(dtype, heads, ratio, picks, run):
+    """As the two ops do it; the norm's sum may run in another order."""
+    case = ones([300, 1, 129, 4], heads, ratio, picks, dtype=dtype)
+    (q, *rest), kwargs = case.decode()
+    raw, before = torch.full_like(q, float("nan")), q.shape[0]
+    raw.copy_(randn(*q.shape, dtype=dtype, seed=9, scale=5.0))
+    kept = raw.clone()
+    positions = (rest[2] - 1).clamp(min=0)
+    wide = raw.double()
+    normed = (wide / (wide.square().mean(-1, keepdim=True) + 0.25).sqrt()).to(dtype)
+    cos, sin = kwargs["cos"], kwargs["sin"]
+    turned = normed.double()
+    angle = torch.complex(cos[positions].double(), sin[positions].double())[:, None]
+    tail = turned[..., -2 * cos.shape[1] :].unflatten(-1, (-1, 2)).contiguous()
+    turned[..., -2 * cos.shape[1] :] = torch.view_as_real(
+        torch.view_as_complex(tail) * angle
+    ).flatten(-2)
+    expected, lse = mla_decode_reference(turned.to(dtype), *rest, **kwargs)
+    got, mine = run(mla_decode, raw, *rest, **kwargs, q_norm_eps=0.25)
+    assert torch.equal(raw, kept)
+    assert len(got) == before
+    # a rounding of q that falls the other way moves a result by one of its own
+    tolerance = 2 * TOLERANCE[dtype]
+    assert_close(got, expected, row_tol=tolerance)
+    assert_close(mine, lse, rtol=2e-3 if dtype == torch.bfloat16 else 1e-5, atol=2e-3)
+    one, _ = run(mla_decode, raw, *rest, **kwargs, q_norm_eps=0.25, num_splits=1)
+    assert_close(one, expected, row_tol=tolerance)
+
+
+@pytest.mark.parametrize("heads", [2, 20])
+def test_raw_queries_give_the_bits_of_the_three_ops(heads, run):
+    case = ones([140, 1, 7], heads, 0, 0, dtype=torch.bfloat16, dim=128, rope=32)
+    (q, *rest), kwargs = case.decode()
+    positions = (rest[2] - 1).clamp(min=0)
+    x = rms_norm(q, None, eps=1e-6)
+    x = apply_rope(x, positions, kwargs["cos"], kwargs["sin"])
+    expected, lse = mla_decode(x, *rest, **kwargs)
+    got, mine = run(mla_decode, q, *rest, **kwargs, q_norm_eps=1e-6)
+    assert torch.equal(got, expected)
+    assert torch.equal(mine, lse)
+
+
+def test_raw_queries_are_refused_without_tables():
+    case = ones([5], 2)
+    (q, *rest), kwargs = case.decode()
+    with pytest.raises(ValueError, match=r"mla_decode: q_norm_eps is -1\.0, expected >= 0"):
+        mla_decode(q, *rest, **kwargs, q_norm_eps=-1.0)
+    with pytest.raises(ValueError, match="mla_decode: q_norm_eps is given without cos and sin"):
+        mla_decode(q, *rest, **{**kwargs, "cos": None, "sin": None}, q_norm_eps=1e-6)
