@@ -1,15 +1,32 @@
 """``x @ weight.T`` in true fp32: router, compressor and index-weight projections, head.
 
-Numerics: both sides widened to fp32, fp32 sums, no TF32; one rounding to ``out_dtype``.
+Numerics: products of the operands' own values, fp32 sums, no TF32; one rounding to ``out_dtype``.
+Few rows (the path "gemv") share the weight's columns out over blocks; of each tile the last block
+to finish adds up the sums of all, in order.
 """
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+import triton
+import triton.language as tl
 
-from ftkernels import check
-from ftkernels.spec import Case, Inputs, KernelSpec
+from ftkernels import backend, check, config
+from ftkernels.linear.products import (
+    MAX_ROWS,
+    Pieces,
+    block_tile,
+    candidates,
+    default_config,
+    gemv_tile,
+    is_even,
+    is_gemv,
+    is_last,
+    operand_type,
+    product_key,
+)  # fmt: skip
+from ftkernels.spec import COUNTER_BYTES, Case, Inputs, KernelSpec
 from ftkernels.testing import randn
 
 _WEIGHTS = (torch.bfloat16, torch.float32)
@@ -18,18 +35,21 @@ _MIN_ROWS = 4
 
 def linear(
     x: torch.Tensor, weight: torch.Tensor, *, out_dtype: torch.dtype | None = None,
-    path: str | None = None, out: torch.Tensor | None = None,
+    path: str | None = None, out: torch.Tensor | None = None, scratch: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Multiply rows by a matrix in fp32.
 
     Args:
         x: ``[T, K]``, bf16/fp16/fp32, rows may be strided.
         weight: ``[N, K]``, bf16 or fp32; rows or columns contiguous (on the host one row of ``x``
-            takes a little over half the time with columns).
+            takes a little over half the time with columns, a card wants rows).
         out_dtype: element type of the result, that of ``x`` when omitted.
         path: "gemm" or "gemv" pins how rows are multiplied, for a caller that must get the same
-            bits for any number of rows; the two agree within fp32 rounding.
+            bits for any number of rows; the two agree within fp32 rounding. Omitted: "gemv" up to
+            64 rows.
         out: ``[T, N]``; allocated when omitted.
+        scratch: as ``scratch_bytes("linear", T=.., N=.., K=..)`` says, for the path "gemv";
+            allocated when omitted.
 
     Returns:
         ``[T, N]``. Within a path a row's bits do not depend on the other rows.
@@ -37,23 +57,68 @@ def linear(
     Raises:
         TypeError: unsupported dtype.
         ValueError: shape, stride or device outside the contract.
+
+    Graph-safe when ``out`` and ``scratch`` are given. One launch; by "gemv" one for 256 rows each.
     """
+    out = _checked(x, weight, out_dtype, path, out)
+    gemv = is_gemv(path, x.shape[0])
+    if scratch is not None:
+        num_bytes = _scratch(T=x.shape[0], N=weight.shape[0], K=x.shape[1]) if gemv else 0
+        others = (("x", x), ("weight", weight), ("out", out))
+        scratch = check.scratch("linear", scratch, num_bytes, x, others)
+    if backend.use_reference(x):
+        return _reference(x, weight, out_dtype, path, out)
+    if out is None:
+        size = (x.shape[0], weight.shape[0])
+        out = torch.empty(size, dtype=out_dtype or x.dtype, device=x.device)
+    if out.numel() == 0:
+        return out
+    with backend.on_device(x):
+        for start in range(0, x.shape[0], MAX_ROWS if gemv else x.shape[0]):
+            rows = slice(start, start + MAX_ROWS) if gemv else slice(None)
+            _launch(x[rows], weight, gemv, out[rows], scratch)
+    return out
+
+
+def _checked(
+    x: torch.Tensor, weight: torch.Tensor, out_dtype: torch.dtype | None, path: str | None,
+    out: torch.Tensor | None,
+) -> torch.Tensor | None:  # fmt: skip
     op = "linear"
-    check.tensor(op, "x", x, check.FLOATS, (None, None), "[T, K]")
-    check.matrix(op, "weight", weight, _WEIGHTS, (None, x.shape[1]), "[N, K]", x)
-    size = (x.shape[0], weight.shape[0])
+    check_operands(op, x, weight, path)
     dtype = x.dtype if out_dtype is None else out_dtype
     check.out_dtype(op, dtype)
-    if out is not None:
-        out = check.output(op, out, size, like=x, dtype=dtype, inputs=(weight,))
+    if out is None:
+        return None
+    size = (x.shape[0], weight.shape[0])
+    return check.output(op, out, size, like=x, dtype=dtype, inputs=(weight,))
+
+
+def check_operands(op: str, x: torch.Tensor, weight: torch.Tensor, path: str | None) -> None:
+    """The refusals that all fp32 products of ``x [T, K]`` and ``weight [N, K]`` share."""
+    check.tensor(op, "x", x, check.FLOATS, (None, None), "[T, K]")
+    check.matrix(op, "weight", weight, _WEIGHTS, (None, x.shape[1]), "[N, K]", x)
     check_path(op, path)
+
+
+def linear_reference(
+    x: torch.Tensor, weight: torch.Tensor, *, out_dtype: torch.dtype | None = None,
+    path: str | None = None, out: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """The definition in plain torch: both sides widened to fp32."""
+    out = _checked(x, weight, out_dtype, path, out)
+    return _reference(x, weight, out_dtype, path, out)
+
+
+def _reference(
+    x: torch.Tensor, weight: torch.Tensor, out_dtype: torch.dtype | None, path: str | None,
+    out: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
     result = matmul_rows(wide(x), wide(weight), path)
     if out is not None:
         return out.copy_(result)
+    dtype = x.dtype if out_dtype is None else out_dtype
     return result if dtype == torch.float32 else result.to(dtype)
-
-
-linear_reference = linear
 
 
 def wide(x: torch.Tensor) -> torch.Tensor:
@@ -100,18 +165,127 @@ def batched_matmul_rows(
     return torch.bmm(padded, weight.transpose(1, 2))[:, :num_rows]
 
 
+def _scratch(*, T: int, N: int, K: int) -> int:
+    """Counters, then the sums of every split; none where K is not split."""
+    splits = Pieces.of(N, K).splits
+    return COUNTER_BYTES + (4 * min(T, MAX_ROWS) * N * splits if splits > 1 else 0)
+
+
+def _launch(
+    x: torch.Tensor, weight: torch.Tensor, gemv: bool, out: torch.Tensor,
+    scratch: torch.Tensor | None,
+) -> None:  # fmt: skip
+    num_tokens, width = x.shape
+    num_outputs = weight.shape[0]
+    cfg = config.lookup("linear", product_key(x, weight, gemv), default_config, grows="T")
+    tiles = triton.cdiv(num_tokens, cfg.block_t), triton.cdiv(num_outputs, cfg.block_n)
+    common = dict(
+        BLOCK_T=cfg.block_t, BLOCK_N=cfg.block_n, BLOCK_K=cfg.block_k,
+        DTYPE=operand_type(x, weight), num_warps=cfg.num_warps, num_stages=cfg.num_stages,
+    )  # fmt: skip
+    arguments = (
+        x, x.stride(0), weight, weight.stride(0), weight.stride(1), out, out.stride(0),
+        num_tokens, num_outputs, width,
+    )  # fmt: skip
+    if not gemv:
+        _linear_gemm_kernel[tiles](*arguments, EVEN_K=is_even(width, None, cfg), **common)
+        return
+    pieces = Pieces.of(num_outputs, width)
+    counters = partial = None
+    if pieces.splits > 1:
+        num_bytes = _scratch(T=num_tokens, N=num_outputs, K=width)
+        scratch = check.scratch("linear", scratch, num_bytes, x)
+        counters = scratch[:COUNTER_BYTES].view(torch.int32)
+        partial = scratch[COUNTER_BYTES:num_bytes].view(torch.float32)
+    _linear_gemv_kernel[tiles[1], tiles[0], pieces.splits](
+        *arguments, counters, partial,
+        EVEN_K=is_even(width, pieces, cfg),
+        SPLITS=pieces.splits, SLICES=pieces.slices, SIZE=pieces.size, **common,
+    )  # fmt: skip
+
+
+@triton.jit
+def _linear_gemm_kernel(
+    x_ptr, stride_xt,  # [T, K]
+    w_ptr, stride_wn, stride_wk,  # [N, K]
+    out_ptr, stride_ot,  # [T, N]
+    T, N, K,
+    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr,
+    DTYPE: tl.constexpr,
+):  # fmt: skip
+    offs_t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    offs_n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    acc = block_tile(
+        x_ptr, stride_xt, 1, offs_t, T, w_ptr, stride_wn, stride_wk, offs_n, N, K,
+        BLOCK_T, BLOCK_N, BLOCK_K, EVEN_K, DTYPE,
+    )  # fmt: skip
+    out_ptrs = out_ptr + (offs_t.to(tl.int64) * stride_ot)[:, None] + offs_n[None, :]
+    mask = (offs_t < T)[:, None] & (offs_n < N)[None, :]
+    tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _linear_gemv_kernel(
+    x_ptr, stride_xt,  # [T, K]
+    w_ptr, stride_wn, stride_wk,  # [N, K]
+    out_ptr, stride_ot,  # [T, N]
+    T, N, K,
+    counters_ptr,  # [token tiles, row tiles]
+    partial_ptr,  # [SPLITS, T, N]
+    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr,
+    SPLITS: tl.constexpr, SLICES: tl.constexpr, SIZE: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    pid_n, pid_t, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    offs_t = pid_t * BLOCK_T + tl.arange(0, BLOCK_T)
+    offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    acc = gemv_tile(
+        x_ptr, stride_xt, w_ptr, stride_wn, stride_wk, offs_t, offs_n, split, T, N, K,
+        BLOCK_T, BLOCK_N, BLOCK_K, EVEN_K, SLICES, SIZE, DTYPE,
+    )  # fmt: skip
+    mask = (offs_n < N)[:, None] & (offs_t < T)[None, :]
+    out_ptrs = out_ptr + (offs_t.to(tl.int64) * stride_ot)[None, :] + offs_n[:, None]
+    if SPLITS == 1:
+        tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=mask)
+    else:
+        partial_ptrs = partial_ptr + offs_n[:, None]
+        rows = (split * T + offs_t).to(tl.int64) * N
+        tl.store(partial_ptrs + rows[None, :], acc, mask=mask)
+        if is_last(counters_ptr + pid_t * tl.num_programs(0) + pid_n, SPLITS):
+            total = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
+            for s in tl.static_range(SPLITS):
+                ptrs = partial_ptrs + ((s * T + offs_t).to(tl.int64) * N)[None, :]
+                total += tl.load(ptrs, mask=mask, other=0.0, cache_modifier=".cg")
+            tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=mask)
+
+
 def _inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
-    x = randn(case["T"], case["K"], dtype=torch.bfloat16, device=device, seed=seed)
-    weight = randn(case["N"], case["K"], dtype=torch.bfloat16, device=device, seed=seed + 1)
+    dtype = torch.float32 if case.get("fp32") else torch.bfloat16
+    x = randn(case["T"], case["K"], dtype=dtype, device=device, seed=seed)
+    weight = randn(case["N"], case["K"], dtype=dtype, device=device, seed=seed + 1)
     return (x, weight), {"out_dtype": torch.float32}
 
 
+# attention projections of a layer, stacked: compressor (and indexer) wkv and wgate, index weights
+_WEIGHT_SHAPES = {
+    "flash-router": (256, 4096), "flash-csa": (2 * 1024 + 2 * 256 + 64, 4096),
+    "flash-hca": (2 * 512, 4096), "pro-router": (384, 7168),
+    "pro-csa": (2 * 1024 + 2 * 256 + 64, 7168), "pro-hca": (2 * 512, 7168),
+}  # fmt: skip
+
 SPEC = KernelSpec(
-    op=linear, reference=linear_reference, kernel=False, inputs=_inputs, tolerance=1e-5, grows="T",
+    op=linear, reference=linear_reference, default=default_config, candidates=candidates,
+    inputs=_inputs, tolerance=1e-5, grows="T", scratch=_scratch,
     cases=(
         {"name": "small", "T": 3, "K": 100, "N": 7},
-        {"name": "flash-router", "T": 64, "K": 4096, "N": 256},
+        {"name": "small-fp32", "T": 3, "K": 260, "N": 20, "fp32": 1},
+        *({"name": f"{name}-t{T}", "T": T, "K": K, "N": N}
+          for name, (N, K) in _WEIGHT_SHAPES.items() for T in (1, 8, 64, 3456)),
+        *({"name": f"flash-head-t{T}", "T": T, "K": 4096, "N": 129280} for T in (1, 64)),
+        *({"name": f"pro-head-t{T}", "T": T, "K": 7168, "N": 129280} for T in (1, 64)),
+        *({"name": f"exact-router-t{T}", "T": T, "K": 4096, "N": 256, "fp32": 1}
+          for T in (1, 3456)),
     ),
-    bytes_moved=lambda c: 2 * c["T"] * c["K"] + 2 * c["N"] * c["K"] + 4 * c["T"] * c["N"],
+    bytes_moved=lambda c: (4 if c.get("fp32") else 2) * c["K"] * (c["T"] + c["N"])
+    + 4 * c["T"] * c["N"],
     flops=lambda c: 2 * c["T"] * c["N"] * c["K"],
 )  # fmt: skip
