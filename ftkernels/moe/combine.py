@@ -21,14 +21,15 @@ from ftkernels.testing import randn
 
 def moe_combine(
     routed: torch.Tensor, *, topk_ids: torch.Tensor | None = None,
-    shared: torch.Tensor | None = None, out_dtype: torch.dtype | None = None,
-    out: torch.Tensor | None = None,
+    slot_of_expert: torch.Tensor | None = None, shared: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None, out: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Add up the routes of each token.
 
     Args:
         routed: ``[T, topk, C]``, bf16/fp16/fp32, last dimension contiguous.
         topk_ids: ``[T, topk]`` int32; routes with id -1 are skipped unread. None: all count.
+        slot_of_expert: ``[E]`` int32; routes of experts with slot -1 are skipped too.
         shared: ``[T, C]``, any float dtype, added last.
         out_dtype: element type of the result, that of ``routed`` when omitted.
         out: ``[T, C]``, not aliasing an input; allocated when omitted.
@@ -42,17 +43,17 @@ def moe_combine(
 
     Graph-safe when ``out`` is given: no allocation, no host sync.
     """
-    out = _checked(routed, topk_ids, shared, out_dtype, out)
+    out = _checked(routed, topk_ids, slot_of_expert, shared, out_dtype, out)
     if out.numel() == 0:
         return out
     if backend.use_reference(routed):
-        return _reference(routed, topk_ids, shared, out)
+        return _reference(routed, topk_ids, slot_of_expert, shared, out)
     num_tokens, topk, width = routed.shape
     cfg = config.lookup("moe_combine", {"T": num_tokens, "C": width}, default_config, grows="T")
     with backend.on_device(routed):
         _moe_combine_kernel[(num_tokens, triton.cdiv(width, cfg.block_c))](
             routed, routed.stride(0), routed.stride(1),
-            topk_ids, 0 if topk_ids is None else topk_ids.stride(0),
+            topk_ids, 0 if topk_ids is None else topk_ids.stride(0), slot_of_expert,
             shared, 0 if shared is None else shared.stride(0),
             out, out.stride(0),
             width,
@@ -63,8 +64,8 @@ def moe_combine(
 
 
 def _checked(
-    routed: torch.Tensor, topk_ids: torch.Tensor | None, shared: torch.Tensor | None,
-    out_dtype: torch.dtype | None, out: torch.Tensor | None,
+    routed: torch.Tensor, topk_ids: torch.Tensor | None, slot_of_expert: torch.Tensor | None,
+    shared: torch.Tensor | None, out_dtype: torch.dtype | None, out: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
     op = "moe_combine"
     check.tensor(op, "routed", routed, check.FLOATS, (None, None, None), "[T, topk, C]")
@@ -72,6 +73,12 @@ def _checked(
     if topk_ids is not None:
         size = (num_tokens, topk)
         check.tensor(op, "topk_ids", topk_ids, (torch.int32,), size, "[T, topk]", routed)
+    if slot_of_expert is not None:
+        ints = (torch.int32,)
+        check.tensor(op, "slot_of_expert", slot_of_expert, ints, (None,), "[E]", routed)
+        check.require(
+            topk_ids is not None, f"{op}: topk_ids is None, expected ids beside slot_of_expert"
+        )
     if shared is not None:
         check.tensor(op, "shared", shared, check.FLOATS, (num_tokens, width), "[T, C]", routed)
     dtype = out_dtype or routed.dtype
@@ -83,11 +90,12 @@ def _checked(
 
 def moe_combine_reference(
     routed: torch.Tensor, *, topk_ids: torch.Tensor | None = None,
-    shared: torch.Tensor | None = None, out_dtype: torch.dtype | None = None,
-    out: torch.Tensor | None = None,
+    slot_of_expert: torch.Tensor | None = None, shared: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None, out: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """The definition in plain torch, sharing nothing with the kernel."""
-    return _reference(routed, topk_ids, shared, _checked(routed, topk_ids, shared, out_dtype, out))
+    out = _checked(routed, topk_ids, slot_of_expert, shared, out_dtype, out)
+    return _reference(routed, topk_ids, slot_of_expert, shared, out)
 
 
 def combined(
@@ -97,16 +105,20 @@ def combined(
     """The formula for references that combine as a part of what they do."""
     if out is None:
         out = routed.new_empty(routed.shape[0], routed.shape[2], dtype=dtype)
-        return _reference(routed, topk_ids, shared, out)
-    return _reference(routed, topk_ids, shared, _checked(routed, topk_ids, shared, dtype, out))
+        return _reference(routed, topk_ids, None, shared, out)
+    out = _checked(routed, topk_ids, None, shared, dtype, out)
+    return _reference(routed, topk_ids, None, shared, out)
 
 
 def _reference(
-    routed: torch.Tensor, topk_ids: torch.Tensor | None, shared: torch.Tensor | None,
-    out: torch.Tensor,
+    routed: torch.Tensor, topk_ids: torch.Tensor | None, slot_of_expert: torch.Tensor | None,
+    shared: torch.Tensor | None, out: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
     if topk_ids is not None:
-        routed = routed.masked_fill((topk_ids < 0)[:, :, None], 0.0)
+        skipped = topk_ids < 0
+        if slot_of_expert is not None:
+            skipped |= slot_of_expert[topk_ids.clamp_min(0).long()] < 0
+        routed = routed.masked_fill(skipped[:, :, None], 0.0)
     terms = [*routed.unbind(1)] if shared is None else [*routed.unbind(1), shared]
     if not terms:
         return out.zero_()
@@ -138,6 +150,7 @@ def candidates(key: Case, target: Target) -> Iterable[CombineConfig]:
 def _moe_combine_kernel(
     routed_ptr, stride_rt, stride_rk,  # [T, topk, C]
     ids_ptr, stride_it,  # [T, topk]
+    slot_ptr,  # [E]
     shared_ptr, stride_st,  # [T, C]
     out_ptr, stride_ot,  # [T, C]
     C,
@@ -151,7 +164,10 @@ def _moe_combine_kernel(
     for k in tl.static_range(TOPK):
         width = C
         if HAS_IDS:
-            width = tl.where(tl.load(ids_ptr + pid_t * stride_it + k) >= 0, C, 0)
+            slot = tl.load(ids_ptr + pid_t * stride_it + k)
+            if slot_ptr is not None:
+                slot = tl.load(slot_ptr + tl.maximum(slot, 0), mask=slot >= 0, other=-1)
+            width = tl.where(slot >= 0, C, 0)
         acc += tl.load(routed_ptrs, mask=offs_c < width, other=0.0).to(tl.float32)
         routed_ptrs += stride_rk
     if HAS_SHARED:

@@ -1,28 +1,59 @@
 """Routed FP4 product without sorting, for few tokens: ``out[t*topk+k] = weight[slot] @ x``.
 
-Layouts and numerics are those of ``moe_gemm_fp4``.
+Layouts and numerics are those of ``moe_gemm_fp4``. The block of a route leaves unless its route is
+the first of its expert, or comes a full tile of routes after it; then it takes the tile's routes
+together, so that a matrix is read once. K is cut by the weight's shape alone; the block that
+arrives last adds the cuts in order.
 """
 
 from __future__ import annotations
 
-import torch
+import itertools
+from collections.abc import Iterable
+from dataclasses import dataclass
 
-from ftkernels import check
+import torch
+import triton
+import triton.language as tl
+
+from ftkernels import backend, check, config
 from ftkernels.moe.experts import (
+    ACT_GROUP,
+    GROUP,
+    Experts,
     check_experts,
     check_options,
     check_slots,
     check_x,
     expert_products,
     finish_routes,
+    quantized,
     slots_of,
     widen_x,
 )  # fmt: skip
-from ftkernels.moe.gemm_fp4 import expert_weights
-from ftkernels.spec import Case, Inputs, KernelSpec
+from ftkernels.moe.experts import scratch_bytes as quantized_bytes
+from ftkernels.moe.fp4_tiles import (
+    activated_pair,
+    quantized_group,
+    route_rows,
+    tile_products,
+)  # fmt: skip
+from ftkernels.moe.gemm_fp4 import (
+    expert_weights,
+    out_arguments,
+    out_topk,
+    triton_type,
+    weight_arguments,
+)  # fmt: skip
+from ftkernels.quant.pack import TILE_ROWS
+from ftkernels.spec import COUNTER_BYTES, Case, Inputs, KernelSpec
+from ftkernels.target import Target
 from ftkernels.testing import randn
 
 MAX_TOKENS = 64
+_COUNTERS = COUNTER_BYTES // 4
+_MOST_SPLITS = 16
+_MOST_COLUMNS = 32
 
 
 def moe_gemv_fp4(
@@ -30,8 +61,8 @@ def moe_gemv_fp4(
     topk_ids: torch.Tensor, *, x_scale: torch.Tensor | None = None,
     slot_of_expert: torch.Tensor | None = None, swiglu_limit: float | None = None,
     route_weights: torch.Tensor | None = None, activation: str = "fp8", packed: bool = False,
-    out_dtype: torch.dtype = torch.bfloat16, out: torch.Tensor | None = None,
-    scratch: torch.Tensor | None = None,
+    gated: bool | None = None, out_dtype: torch.dtype = torch.bfloat16,
+    out: torch.Tensor | None = None, scratch: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Multiply each route's activation by its expert's matrix (decode, at most 64 tokens).
 
@@ -46,22 +77,45 @@ def moe_gemv_fp4(
         route_weights: ``[R]`` fp32, multiplied before the one rounding.
         activation: "fp8", or "bf16" to leave ``x`` as it is.
         packed: weight and scale are ``pack_fp4``'s.
+        gated: packed rows are interleaved, as ``pack_fp4(gated=True)`` does; with
+            ``swiglu_limit`` they are unless this is False.
         out_dtype, out: of the result, and its tensor.
-        scratch: uint8, ``scratch_bytes("moe_gemv_fp4")`` long.
+        scratch: as ``scratch_bytes("moe_gemv_fp4", T=.., topk=.., N=.., K=..)`` says; allocated
+            when omitted.
 
     Returns:
         ``[R, N]``, or ``[R, N/2]`` with ``swiglu_limit``; routes without a slot are not written.
 
     Raises:
         TypeError, ValueError: an argument outside the contract, by name.
+
+    Graph-safe when ``out`` and ``scratch`` are given. One launch, and one to quantize a dense
+    ``x``. Dense weights run the reference on every device.
     """
-    if scratch is not None:
-        check.given_scratch("moe_gemv_fp4", scratch, x)
-    return moe_gemv_fp4_reference(
-        x, weight, weight_scale, topk_ids, x_scale=x_scale, slot_of_expert=slot_of_expert,
-        swiglu_limit=swiglu_limit, route_weights=route_weights, activation=activation,
-        packed=packed, out_dtype=out_dtype, out=out,
+    experts, out = _checked(
+        x, weight, weight_scale, topk_ids, x_scale, slot_of_expert, swiglu_limit, route_weights,
+        activation, packed, gated, out_dtype, out,
     )  # fmt: skip
+    if out.shape[0] == 0:
+        return out
+    if experts.scale is None or backend.use_reference(x):
+        if scratch is not None:
+            check.given_scratch("moe_gemv_fp4", scratch, x)
+        return _reference(
+            x, experts, topk_ids, x_scale, slot_of_expert, swiglu_limit, route_weights, activation,
+            out,
+        )  # fmt: skip
+    num_routes, x_bytes = out.shape[0], quantized_bytes(*x.shape)
+    num_bytes = x_bytes + partial_bytes(num_routes, experts.num_rows, experts.k)
+    others = (("x", x), ("out", out))
+    scratch = check.scratch("moe_gemv_fp4", scratch, num_bytes, x, others)
+    if x_scale is None and activation == "fp8":
+        x, x_scale = quantized(x, scratch)
+    launch(
+        x, x_scale, experts, topk_ids, slot_of_expert, route_weights, swiglu_limit, out,
+        counters(scratch), floats(scratch, x_bytes, num_bytes),
+    )  # fmt: skip
+    return out
 
 
 def moe_gemv_fp4_reference(
@@ -69,9 +123,27 @@ def moe_gemv_fp4_reference(
     topk_ids: torch.Tensor, *, x_scale: torch.Tensor | None = None,
     slot_of_expert: torch.Tensor | None = None, swiglu_limit: float | None = None,
     route_weights: torch.Tensor | None = None, activation: str = "fp8", packed: bool = False,
-    out_dtype: torch.dtype = torch.bfloat16, out: torch.Tensor | None = None,
+    gated: bool | None = None, out_dtype: torch.dtype = torch.bfloat16,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """The definition in plain torch."""
+    experts, out = _checked(
+        x, weight, weight_scale, topk_ids, x_scale, slot_of_expert, swiglu_limit, route_weights,
+        activation, packed, gated, out_dtype, out,
+    )  # fmt: skip
+    if out.shape[0] == 0:
+        return out
+    return _reference(
+        x, experts, topk_ids, x_scale, slot_of_expert, swiglu_limit, route_weights, activation, out
+    )
+
+
+def _checked(
+    x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor | None,
+    topk_ids: torch.Tensor, x_scale: torch.Tensor | None, slot_of_expert: torch.Tensor | None,
+    swiglu_limit: float | None, route_weights: torch.Tensor | None, activation: str, packed: bool,
+    gated: bool | None, out_dtype: torch.dtype, out: torch.Tensor | None,
+) -> tuple[Experts, torch.Tensor]:  # fmt: skip
     op = "moe_gemv_fp4"
     check_x(op, x, x_scale)
     check.tensor(op, "topk_ids", topk_ids, (torch.int32,), (None, None), "[T, topk]", x)
@@ -84,40 +156,392 @@ def moe_gemv_fp4_reference(
         x.shape[0] in (tokens, num_routes),
         lambda: f"{op}: x is {tuple(x.shape)}, expected {tokens} or {num_routes} rows",
     )
-    rows = check_experts(op, "weight", weight, weight_scale, x.shape[1], x, packed=packed)
-    check_options(op, activation, swiglu_limit, route_weights, num_routes, x)
+    interleaved = swiglu_limit is not None if gated is None else gated
+    experts = check_experts(
+        op, "weight", weight, weight_scale, x.shape[1], x, packed=packed, gated=interleaved
+    )
+    check_options(op, activation, swiglu_limit, experts, route_weights, num_routes, x)
     check_slots(op, slot_of_expert, x)
-    width = rows if swiglu_limit is None else rows // 2
+    width = experts.num_rows if swiglu_limit is None else experts.num_rows // 2
     check.out_dtype(op, out_dtype)
-    inputs = (weight, weight_scale, x_scale, slot_of_expert, route_weights)
+    inputs = (weight, weight_scale, x_scale, slot_of_expert, route_weights, topk_ids)
     out = check.output(op, out, (num_routes, width), like=x, dtype=out_dtype, inputs=inputs)
-    if num_routes == 0:
-        return out
+    return experts, out
+
+
+def _reference(
+    x: torch.Tensor, experts: Experts, topk_ids: torch.Tensor, x_scale: torch.Tensor | None,
+    slot_of_expert: torch.Tensor | None, swiglu_limit: float | None,
+    route_weights: torch.Tensor | None, activation: str, out: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
+    num_routes = out.shape[0]
     per_row = num_routes // x.shape[0]
     routes, products = expert_products(
         widen_x(x, x_scale, activation), [q // per_row for q in range(num_routes)],
-        slots_of(topk_ids.flatten().tolist(), slot_of_expert), weight, weight_scale, packed=packed,
-        path="gemv",
+        slots_of(topk_ids.flatten().tolist(), slot_of_expert), experts, path="gemv",
     )  # fmt: skip
-    out[routes] = finish_routes(products, routes, swiglu_limit, route_weights).to(out_dtype)
+    out[routes] = finish_routes(products, routes, swiglu_limit, route_weights).to(out.dtype)
     return out
 
 
+@dataclass(frozen=True)
+class GemvConfig:
+    """``block_n`` weight rows a block."""
+
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+def default_config(key: Case) -> GemvConfig:
+    """Used when no tuned entry fits."""
+    if key["bytes"] == 4:
+        return GemvConfig(32, 4, 1)
+    return GemvConfig(64, 2, 4)
+
+
+def candidates(key: Case, target: Target) -> Iterable[GemvConfig]:
+    for block_n, warps, stages in itertools.product((32, 64, 128), (2, 4), (2, 3, 4)):
+        yield GemvConfig(block_n, warps, stages)
+
+
+def num_splits(num_rows: int, k: int) -> int:
+    """Cuts of K; by the weight's shape alone, so that a row's bits depend on nothing else."""
+    tiles, groups = triton.cdiv(num_rows, TILE_ROWS), triton.cdiv(k, ACT_GROUP)
+    wanted = min(_MOST_SPLITS, max(1, groups // 2), triton.cdiv(64, max(1, tiles)))
+    return triton.cdiv(groups, triton.cdiv(groups, wanted)) if groups else 1
+
+
+def partial_bytes(num_routes: int, num_rows: int, k: int) -> int:
+    """Partial sums of every route: ``[R, splits, N]`` fp32."""
+    return 4 * num_routes * num_splits(num_rows, k) * num_rows + 16
+
+
+def counters(scratch: torch.Tensor) -> torch.Tensor:
+    return scratch[:COUNTER_BYTES].view(torch.int32)
+
+
+def floats(scratch: torch.Tensor, begin: int, end: int) -> torch.Tensor:
+    """The fp32 numbers between two places of a scratch, from the next 16-byte boundary on."""
+    begin = -(-begin // 16) * 16
+    return scratch[begin : begin + (end - begin) // 16 * 16].view(torch.float32)
+
+
+@dataclass(frozen=True)
+class Sum:
+    """What the down projection does with its routes: each token's sum, with the shared expert's.
+
+    Routes are rounded to the type of ``out [T, N]`` before they are added, ``k = 0..topk-1``.
+    """
+
+    shared: torch.Tensor | None
+
+
+def launch(
+    x: torch.Tensor, x_scale: torch.Tensor | None, experts: Experts, topk_ids: torch.Tensor,
+    slot_of_expert: torch.Tensor | None, route_weights: torch.Tensor | None,
+    swiglu_limit: float | None, out: torch.Tensor, counters: torch.Tensor, partial: torch.Tensor,
+    *, out_scale: torch.Tensor | None = None, rounded: torch.dtype | None = None,
+    combine: Sum | None = None,
+) -> None:  # fmt: skip
+    """Launches the product, in parts when the counters do not suffice.
+
+    Args:
+        out, out_scale: with ``out_scale [R, ceil(I/128)]`` the activated rows, rounded to
+            ``rounded``, are quantized into ``out``, e4m3; with ``combine`` ``out`` is ``[T, N]``.
+    """
+    tokens, topk = topk_ids.shape
+    num_rows, k = experts.num_rows, experts.k
+    gated, quantizes = swiglu_limit is not None, out_scale is not None
+    shared = None if combine is None else combine.shared
+    key = {
+        "N": num_rows, "K": k, "bytes": x.element_size(), "gated": int(gated),
+        "layout": experts.layout,
+    }  # fmt: skip
+    with backend.on_device(x):
+        cfg = config.lookup("moe_gemv_fp4", key, default_config)
+        block_n = max(16, min(cfg.block_n, triton.next_power_of_2(num_rows)))
+        block_f = max(block_n, 2 * ACT_GROUP) if quantizes else block_n
+        tiles, blocks_f = triton.cdiv(num_rows, block_n), triton.cdiv(num_rows, block_f)
+        splits = num_splits(num_rows, k)
+        single = splits == 1 and block_f == block_n
+        most = MAX_TOKENS
+        if not (combine or single):
+            most = min(MAX_TOKENS, max(1, _COUNTERS // (topk * blocks_f)))
+        for first in range(0, tokens, most):
+            ids = topk_ids[first : first + most]
+            count, routes = ids.shape[0], slice(first * topk, (first + ids.shape[0]) * topk)
+            per_row = tokens * topk // x.shape[0]
+            part = slice(routes.start // per_row, routes.stop // per_row)
+            by_token = combine is not None or out.ndim == 3
+            whole = out[first : first + count] if by_token else out[routes]
+            scale = None if out_scale is None else out_scale[routes]
+            weights = route_weights
+            if weights is not None:
+                weights = weights[routes if weights.ndim == 1 else slice(first, first + count)]
+            extra = None if shared is None else shared[first : first + count]
+            x_part, x_codes = x[part], None if x_scale is None else x_scale[part]
+            _moe_gemv_fp4_kernel[(tiles * splits, count * topk)](
+                x_part, x_part.stride(0), x_codes, 0 if x_codes is None else x_codes.stride(0),
+                *experts.arguments(), ids, ids.stride(0), slot_of_expert,
+                *weight_arguments(weights, topk), *out_arguments(whole),
+                scale, 0 if scale is None else scale.stride(0),
+                extra, 0 if extra is None else extra.stride(0), counters, partial,
+                num_rows, k, count, swiglu_limit if swiglu_limit else float("inf"),
+                TOPK=topk, OUT_TOPK=out_topk(whole), PER_ROW=per_row,
+                BLOCK_R=min(64, max(16, triton.next_power_of_2(count * topk))),
+                COLUMNS=min(_MOST_COLUMNS, max(8, triton.next_power_of_2(count))),
+                BLOCK_N=block_n, BLOCK_F=block_f, SPLITS=splits, GATED=gated,
+                INTERLEAVED=experts.gated, LAYOUT=experts.layout, TAIL=k % ACT_GROUP // GROUP,
+                WHOLE=num_rows % TILE_ROWS == 0, EVEN=num_rows % block_n == 0,
+                COMBINE=combine is not None, ROUNDED=triton_type(rounded),
+                # unbounded, ptxas spills rather than leave an occupancy
+                num_warps=cfg.num_warps, num_stages=cfg.num_stages, maxnreg=255,
+            )  # fmt: skip
+
+
+@triton.jit
+def _slots(ids_ptr, stride_it, slot_ptr, routes, live, TOPK: tl.constexpr):
+    """Expert and slot of routes, -1 where there is none."""
+    row = (routes // TOPK).to(tl.int64)
+    ids = tl.load(ids_ptr + row * stride_it + routes % TOPK, mask=live, other=-1)
+    slots = ids
+    if slot_ptr is not None:
+        slots = tl.load(slot_ptr + ids, mask=ids >= 0, other=-1)
+    return tl.where(slots >= 0, ids, -1), slots
+
+
+@triton.jit
+def _counted(
+    ids_ptr, stride_it, slot_ptr, expert, route, num_routes, TOPK: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    """Routes of an expert before ``route``, and routes that have a slot."""
+    rank, num_live = 0, 0
+    for start in range(0, num_routes, BLOCK_R):
+        offs_r = start + tl.arange(0, BLOCK_R)
+        ids, _ = _slots(ids_ptr, stride_it, slot_ptr, offs_r, offs_r < num_routes, TOPK)
+        rank += tl.sum(((ids == expert) & (offs_r < route)).to(tl.int32), 0)
+        num_live += tl.sum((ids >= 0).to(tl.int32), 0)
+    return rank, num_live
+
+
+@triton.jit
+def _taken(
+    ids_ptr, stride_it, slot_ptr, expert, first, num_routes, COUNT: tl.constexpr,
+    TOPK: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    """COUNT routes of an expert from its route number ``first`` on, and which of them exist."""
+    routes = tl.zeros((COUNT,), tl.int32)
+    found = tl.zeros((COUNT,), tl.int32)
+    place = tl.arange(0, COUNT) + first
+    for start in range(0, num_routes, BLOCK_R):
+        offs_r = start + tl.arange(0, BLOCK_R)
+        ids, _ = _slots(ids_ptr, stride_it, slot_ptr, offs_r, offs_r < num_routes, TOPK)
+        same = (ids == expert).to(tl.int32)
+        hit = (same > 0)[None, :] & ((tl.cumsum(same, 0) - 1)[None, :] == place[:, None])
+        routes += tl.sum(tl.where(hit, offs_r[None, :], 0), 1)
+        found += tl.sum(hit.to(tl.int32), 1)
+        place -= tl.sum(same, 0)
+    return routes, found > 0
+
+
+@triton.jit
+def _summed(ptrs, stride_split, mask, SPLITS: tl.constexpr):
+    """The cuts of a sum, added in order."""
+    total = tl.load(ptrs, mask=mask, other=0.0, cache_modifier=".cg")
+    for _ in range(1, SPLITS):
+        ptrs += stride_split
+        total += tl.load(ptrs, mask=mask, other=0.0, cache_modifier=".cg")
+    return total
+
+
+@triton.jit
+def _finish_routes(
+    partial_ptr, ids_ptr, stride_it, slot_ptr, expert, rank, pid_f, route_weight_ptr, stride_rt,
+    out_ptr, stride_ot, stride_ok, out_scale_ptr, stride_oc, N, T, limit,
+    BLOCK_F: tl.constexpr, SPLITS: tl.constexpr, GATED: tl.constexpr, ROUNDED: tl.constexpr,
+    TOPK: tl.constexpr, OUT_TOPK: tl.constexpr, BLOCK_R: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Sums, activation, weight and store of a tile of routes, eight at a time."""
+    for first in range(0, COLUMNS, 8):
+        routes, live = _taken(
+            ids_ptr, stride_it, slot_ptr, expert, rank + first, T * TOPK, 8, TOPK, BLOCK_R
+        )
+        weight = 1.0
+        if route_weight_ptr is not None:
+            weight_ptrs = route_weight_ptr + route_rows(routes, stride_rt, 1, TOPK)
+            weight = tl.load(weight_ptrs, mask=live, other=0.0)[None, :]
+        column_ptrs = partial_ptr + (routes.to(tl.int64) * SPLITS * N)[None, :]
+        out_ptrs = out_ptr + route_rows(routes, stride_ot, stride_ok, OUT_TOPK)[None, :]
+        if GATED:
+            offs_i = pid_f * (BLOCK_F // 2) + tl.arange(0, BLOCK_F // 2)[:, None]
+            mask = (offs_i < N // 2) & live[None, :]
+            gate = _summed(column_ptrs + 2 * offs_i, N, mask, SPLITS)
+            up = _summed(column_ptrs + 2 * offs_i + 1, N, mask, SPLITS)
+            hidden = activated_pair(gate, up, limit) * weight
+            if out_scale_ptr is not None:
+                hidden, code = quantized_group(hidden.to(ROUNDED).to(tl.float32), 0)
+                scale_ptrs = out_scale_ptr + routes.to(tl.int64) * stride_oc + pid_f
+                tl.store(scale_ptrs, code.to(tl.uint8), mask=live)
+            tl.store(out_ptrs + offs_i, hidden.to(out_ptr.dtype.element_ty), mask=mask)
+        else:
+            offs_n = pid_f * BLOCK_F + tl.arange(0, BLOCK_F)[:, None]
+            mask = (offs_n < N) & live[None, :]
+            out = _summed(column_ptrs + offs_n, N, mask, SPLITS) * weight
+            tl.store(out_ptrs + offs_n, out.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _finish_tokens(
+    partial_ptr, ids_ptr, stride_it, slot_ptr, offs_n, shared_ptr, stride_st, out_ptr, stride_ot,
+    N, T, TOPK: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """Each token's sum over its routes, eight tokens at a time."""
+    mask_n = (offs_n < N)[:, None]
+    for start in range(0, T, 8):
+        tokens = start + tl.arange(0, 8)
+        live = tokens < T
+        acc = tl.zeros((offs_n.shape[0], 8), tl.float32)
+        for k in range(0, TOPK):
+            routes = tokens * TOPK + k
+            _, slots = _slots(ids_ptr, stride_it, slot_ptr, routes, live, TOPK)
+            mask = mask_n & (slots >= 0)[None, :]
+            ptrs = partial_ptr + (routes.to(tl.int64) * SPLITS * N)[None, :] + offs_n[:, None]
+            acc += _summed(ptrs, N, mask, SPLITS).to(out_ptr.dtype.element_ty).to(tl.float32)
+        mask = mask_n & live[None, :]
+        rows = tokens.to(tl.int64)[None, :]
+        if shared_ptr is not None:
+            ptrs = shared_ptr + rows * stride_st + offs_n[:, None]
+            acc += tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
+        ptrs = out_ptr + rows * stride_ot + offs_n[:, None]
+        tl.store(ptrs, acc.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _moe_gemv_fp4_kernel(
+    x_ptr, stride_xt,  # [rows, K]
+    x_scale_ptr, stride_xs,  # [rows, ceil(K/128)]
+    w_ptr, stride_ws, stride_wn,  # [S, N, K/2]
+    meta_ptr, stride_ms, stride_mg, stride_mn,
+    ids_ptr, stride_it,  # [T, TOPK]
+    slot_ptr,  # [E]
+    route_weight_ptr, stride_rt,  # [T, TOPK]
+    out_ptr, stride_ot, stride_ok,  # [R / OUT_TOPK, OUT_TOPK, N or N/2]; with COMBINE [T, N]
+    out_scale_ptr, stride_oc,  # [R, ceil(N/2/128)]
+    shared_ptr, stride_st,  # [T, N]
+    counters_ptr,
+    partial_ptr,  # [R, SPLITS, N]
+    N, K, T, limit,
+    TOPK: tl.constexpr, OUT_TOPK: tl.constexpr, PER_ROW: tl.constexpr, BLOCK_R: tl.constexpr,
+    COLUMNS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_F: tl.constexpr, SPLITS: tl.constexpr,
+    GATED: tl.constexpr, INTERLEAVED: tl.constexpr, LAYOUT: tl.constexpr, TAIL: tl.constexpr,
+    WHOLE: tl.constexpr, EVEN: tl.constexpr, COMBINE: tl.constexpr, ROUNDED: tl.constexpr,
+):  # fmt: skip
+    pid_n, split, route = tl.program_id(0) // SPLITS, tl.program_id(0) % SPLITS, tl.program_id(1)
+    offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    expert = tl.load(ids_ptr + (route // TOPK).to(tl.int64) * stride_it + route % TOPK)
+    slot = expert
+    if slot_ptr is not None:
+        slot = tl.load(slot_ptr + tl.maximum(expert, 0), mask=expert >= 0, other=-1)
+    rank, num_live = _counted(ids_ptr, stride_it, slot_ptr, expert, route, T * TOPK, TOPK, BLOCK_R)
+    if slot < 0:
+        # with no live route at all nobody arrives last
+        if COMBINE and num_live + route + split == 0:
+            _finish_tokens(
+                partial_ptr, ids_ptr, stride_it, slot_ptr, offs_n, shared_ptr, stride_st, out_ptr,
+                stride_ot, N, T, TOPK, SPLITS,
+            )  # fmt: skip
+        return
+    if rank % COLUMNS != 0:
+        return
+    routes, live = _taken(
+        ids_ptr, stride_it, slot_ptr, expert, rank, T * TOPK, COLUMNS, TOPK, BLOCK_R
+    )
+    x_rows = (routes // PER_ROW).to(tl.int64)
+    HAS_SCALE: tl.constexpr = x_scale_ptr is not None
+    sx_ptrs = x_rows
+    if HAS_SCALE:
+        sx_ptrs = x_scale_ptr + x_rows * stride_xs
+    groups = tl.cdiv(K, 128)
+    per_split = tl.cdiv(groups, SPLITS)
+    slot = slot.to(tl.int64)
+    acc = tile_products(
+        x_ptr + (x_rows * stride_xt)[None, :] + tl.arange(0, 32)[:, None], sx_ptrs,
+        w_ptr + slot * stride_ws, stride_wn, meta_ptr + slot * stride_ms, stride_mg, stride_mn,
+        offs_n, N, K, split * per_split, tl.minimum((split + 1) * per_split, groups), COLUMNS,
+        BLOCK_N, GATED and not INTERLEAVED, LAYOUT, TAIL, WHOLE, EVEN, True,
+        x_ptr.dtype.element_ty, HAS_SCALE,
+    )  # fmt: skip
+    ptrs = partial_ptr + ((routes.to(tl.int64) * SPLITS + split) * N)[None, :] + offs_n[:, None]
+    tl.store(ptrs, acc, mask=(offs_n < N)[:, None] & live[None, :])
+    # all threads' sums are in memory before the block counts as arrived
+    tl.debug_barrier()
+    if COMBINE:
+        columns = tl.sum(live.to(tl.int32), 0)
+        counter = counters_ptr + pid_n
+        before = tl.atomic_add(counter, columns, sem="acq_rel")
+        if before + columns == num_live * SPLITS:
+            tl.store(counter, 0)
+            _finish_tokens(
+                partial_ptr, ids_ptr, stride_it, slot_ptr, offs_n, shared_ptr, stride_st,
+                out_ptr, stride_ot, N, T, TOPK, SPLITS,
+            )  # fmt: skip
+    elif SPLITS == 1 and BLOCK_F == BLOCK_N:
+        _finish_routes(
+            partial_ptr, ids_ptr, stride_it, slot_ptr, expert, rank, pid_n, route_weight_ptr,
+            stride_rt, out_ptr, stride_ot, stride_ok, out_scale_ptr, stride_oc, N, T, limit,
+            BLOCK_F, SPLITS, GATED, ROUNDED, TOPK, OUT_TOPK, BLOCK_R, COLUMNS,
+        )  # fmt: skip
+    else:
+        pid_f = pid_n // (BLOCK_F // BLOCK_N)
+        tiles = tl.minimum(tl.cdiv(N - pid_f * BLOCK_F, BLOCK_N), BLOCK_F // BLOCK_N)
+        counter = counters_ptr + route * tl.cdiv(N, BLOCK_F) + pid_f
+        if tl.atomic_add(counter, 1, sem="acq_rel") == tiles * SPLITS - 1:
+            tl.store(counter, 0)
+            _finish_routes(
+                partial_ptr, ids_ptr, stride_it, slot_ptr, expert, rank, pid_f, route_weight_ptr,
+                stride_rt, out_ptr, stride_ot, stride_ok, out_scale_ptr, stride_oc, N, T, limit,
+                BLOCK_F, SPLITS, GATED, ROUNDED, TOPK, OUT_TOPK, BLOCK_R, COLUMNS,
+            )  # fmt: skip
+
+
 def _inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
-    weight, scale = expert_weights(case, device=device, seed=seed)
-    x = randn(case["T"], case["K"], dtype=torch.bfloat16, device=device, seed=seed + 1)
+    gated, packed = bool(case.get("gated")), bool(case.get("packed"))
+    weight, scale = expert_weights(case, device=device, seed=seed, packed=packed, gated=gated)
+    rows = case["T"] if gated else case["T"] * case["topk"]
+    x = randn(rows, case["K"], dtype=torch.bfloat16, device=device, seed=seed + 1)
     routes = torch.arange(case["T"] * case["topk"], dtype=torch.int32) % case["S"]
     ids = routes.view(case["T"], case["topk"]).to(device)
-    return (x, weight, scale, ids), {"swiglu_limit": 10.0 if case.get("gated") else None}
+    kwargs = {
+        "swiglu_limit": 10.0 if gated else None, "packed": packed,
+        "activation": case.get("activation", "fp8"),
+    }  # fmt: skip
+    return (x, weight, scale, ids), kwargs
 
+
+def _scratch(*, T: int, topk: int, N: int, K: int) -> int:
+    return quantized_bytes(T * topk, K) + partial_bytes(T * topk, N, K)
+
+
+_FLASH = {"topk": 6, "S": 256, "packed": True}
 
 SPEC = KernelSpec(
-    op=moe_gemv_fp4, reference=moe_gemv_fp4_reference, kernel=False, inputs=_inputs, tolerance=5e-3,
-    grows="T", scratch=lambda **dims: 0,
+    op=moe_gemv_fp4, reference=moe_gemv_fp4_reference, default=default_config,
+    candidates=candidates, inputs=_inputs, tolerance=5e-3, scratch=_scratch,
+    launches=lambda case: 2 if case.get("activation", "fp8") == "fp8" else 1,
     cases=(
-        {"name": "small", "T": 3, "topk": 2, "S": 4, "N": 64, "K": 96, "gated": True},
-        {"name": "flash-tp1-t1", "T": 1, "topk": 6, "S": 256, "N": 4096, "K": 4096, "gated": True},
-        {"name": "flash-tp1-t8", "T": 8, "topk": 6, "S": 256, "N": 4096, "K": 4096, "gated": True},
+        {"name": "small", "T": 3, "topk": 2, "S": 4, "N": 66, "K": 96, "gated": True,
+         "packed": True},
+        {"name": "checkpoint", "T": 3, "topk": 2, "S": 4, "N": 64, "K": 160},
+        {"name": "bf16", **_FLASH, "T": 1, "N": 4096, "K": 4096, "gated": True,
+         "activation": "bf16"},
+        *({"name": f"flash-tp{tp}-t{t}", **_FLASH, "T": t, "N": 4096 // tp, "K": 4096,
+           "gated": True} for tp in (8, 4, 2, 1) for t in (1, 8, 32, 64)),
+        *({"name": f"flash-tp{tp}-w2-t{t}", **_FLASH, "T": t, "N": 4096, "K": 2048 // tp}
+          for tp in (8, 1) for t in (1, 8, 32, 64)),
+        {"name": "pro-tp8-t8", **_FLASH, "S": 384, "T": 8, "N": 768, "K": 7168, "gated": True},
+        {"name": "pro-tp8-w2-t8", **_FLASH, "S": 384, "T": 8, "N": 7168, "K": 384},
     ),
     bytes_moved=lambda c: min(c["T"] * c["topk"], c["S"]) * c["N"] * c["K"] * 17 // 32,
     flops=lambda c: 2 * c["T"] * c["topk"] * c["N"] * c["K"],

@@ -34,6 +34,7 @@ OPS = (
 KERNELS = {
     "quantize_fp8", "quantize_fp4", "dequantize_fp8", "dequantize_fp4", "quant_round_trip",
     "hadamard", "rms_norm", "apply_rope", "embed", "route_topk", "route_hash", "moe_align",
+    "moe_gemm_fp4", "moe_gemv_fp4", "moe_fp4",
     "linear", "fp8_linear", "grouped_linear",
     "store_kv", "load_kv", "compress_kv", "index_select", "mla_prefill", "mla_decode",
     "merge_splits", "swiglu_clamp", "moe_combine", "hc_pre", "hc_post", "hc_post_pre", "hc_head",

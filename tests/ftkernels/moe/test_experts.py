@@ -76,7 +76,7 @@ def test_moe_matches_formula(layer, activation, form, path):
     if form == "dense":
         args = (w13[2].float(), None, w2[2].float(), None)
     elif form == "packed":
-        args = (*pack_fp4(w13[0], w13[1]), *pack_fp4(w2[0], w2[1]))
+        args = (*pack_fp4(w13[0], w13[1], gated=True), *pack_fp4(w2[0], w2[1]))
     else:
         args = (w13[0], w13[1], w2[0], w2[1])
     out = moe_fp4(
