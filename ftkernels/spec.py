@@ -66,10 +66,10 @@ MODULES = (
     "quant.act_quant", "quant.weight_quant", "quant.round_trip", "quant.pack", "quant.hadamard",
     "norm.rms_norm", "rope.rope",
     "linear.embed", "linear.linear", "linear.fp8_linear", "linear.grouped_linear",
-    "moe.router", "moe.hash_router", "moe.align", "moe.gemm_fp4", "moe.gemv_fp4", "moe.swiglu",
-    "moe.combine", "moe.moe_fp4",
+    "moe.router", "moe.hash_router", "moe.gate", "moe.align", "moe.gemm_fp4", "moe.gemv_fp4",
+    "moe.swiglu", "moe.combine", "moe.moe_fp4",
     "attention.kv_store", "attention.compressor", "attention.indexer", "attention.prefill",
-    "attention.decode", "attention.merge",
+    "attention.decode", "attention.merge", "attention.append", "attention.index_query",
     "mhc.pre", "mhc.post", "mhc.post_pre", "mhc.head",
     "sampling.sample", "sampling.logprobs", "sampling.adjust",
 )  # fmt: skip

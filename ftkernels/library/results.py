@@ -45,8 +45,8 @@ def _unpacked(a: SimpleNamespace) -> tuple[Form, ...]:
     return (a.weight.shape, _U8), ((*lead, 2 * half // _GROUP), _U8)
 
 
-def _routes(a: SimpleNamespace, topk: int) -> tuple[Form, ...]:
-    size = (a.router_logits.shape[0], topk)
+def _routes(rows: torch.Tensor, topk: int) -> tuple[Form, ...]:
+    size = (rows.shape[0], topk)
     return (size, _FP32), (size, _INT32)
 
 
@@ -100,8 +100,10 @@ RESULTS: Mapping[str, Forms] = {
     "grouped_linear": lambda a: (
         ((a.x.shape[0], *a.weight.shape[:2]), a.out_dtype or a.x.dtype),
     ),
-    "route_topk": lambda a: _routes(a, a.topk),
-    "route_hash": lambda a: _routes(a, a.tid2eid.shape[1]),
+    "route_topk": lambda a: _routes(a.router_logits, a.topk),
+    "route_hash": lambda a: _routes(a.router_logits, a.tid2eid.shape[1]),
+    "gate_topk": lambda a: _routes(a.x, a.topk),
+    "gate_hash": lambda a: _routes(a.x, a.tid2eid.shape[1]),
     "moe_align": _aligned,
     "moe_gemm_fp4": lambda a: _expert_rows(a, a.num_routes),
     "moe_gemv_fp4": lambda a: _expert_rows(a, a.topk_ids.shape[0] * a.topk_ids.shape[1]),
@@ -122,6 +124,8 @@ RESULTS: Mapping[str, Forms] = {
         ),
     ),
     "compress_kv": lambda a: (),
+    "append_kv": lambda a: (),
+    "index_query": _as("q"),
     "index_select": lambda a: (((a.index_q.shape[0], a.topk), _INT32),),
     "mla_prefill": _attended,
     "mla_decode": _attended,

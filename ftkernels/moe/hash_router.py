@@ -18,8 +18,10 @@ from ftkernels import backend, check, config
 from ftkernels.moe.router import (
     Routes,
     check_routes,
+    lanes,
     score_tile,
     scores_reference,
+    store_routes,
     weigh_reference,
 )  # fmt: skip
 from ftkernels.spec import Case, Inputs, KernelSpec
@@ -57,7 +59,9 @@ def route_hash(
     if router_logits.shape[0] == 0 or tid2eid.shape[1] == 0:
         return out
     if backend.use_reference(router_logits):
-        return _reference(router_logits, token_ids, tid2eid, route_scale, score, num_tokens, out)
+        return weigh_table_reference(
+            router_logits, token_ids, tid2eid, route_scale, score, num_tokens, out
+        )
     weights, ids = out
     rows, num_experts = router_logits.shape
     topk = tid2eid.shape[1]
@@ -67,9 +71,8 @@ def route_hash(
             router_logits, router_logits.stride(0), token_ids, token_ids.stride(0),
             tid2eid, tid2eid.stride(0),
             weights, weights.stride(0), ids, ids.stride(0), num_tokens,
-            num_experts, route_scale,
-            SCORE=score, TOPK=topk, BLOCK_K=triton.next_power_of_2(topk),
-            BLOCK_E=triton.next_power_of_2(num_experts),
+            rows, num_experts, route_scale,
+            SCORE=score, TOPK=topk, LANES_K=lanes(topk), BLOCK_E=lanes(num_experts),
             HAS_COUNT=num_tokens is not None, num_warps=cfg.num_warps,
         )  # fmt: skip
     return out
@@ -81,12 +84,17 @@ def _checked(
 ) -> Routes:  # fmt: skip
     op = "route_hash"
     check.tensor(op, "router_logits", router_logits, (torch.float32,), (None, None), "[T, E]")
-    check.dtype(op, "token_ids", token_ids, check.INTS)
-    check.shape(op, "token_ids", token_ids, (router_logits.shape[0],), "[T]")
-    check.device(op, "token_ids", token_ids, router_logits)
-    check.tensor(op, "tid2eid", tid2eid, check.INTS, (None, None), "[V, topk]", router_logits)
+    check_table(op, token_ids, tid2eid, router_logits)
     inputs = (token_ids, tid2eid, num_tokens)
     return check_routes(op, router_logits, tid2eid.shape[1], score, num_tokens, out, inputs)
+
+
+def check_table(op: str, token_ids: torch.Tensor, tid2eid: torch.Tensor, x: torch.Tensor) -> None:
+    """The refusals that all routings of rows `x` by a table share."""
+    check.dtype(op, "token_ids", token_ids, check.INTS)
+    check.shape(op, "token_ids", token_ids, (x.shape[0],), "[T]")
+    check.device(op, "token_ids", token_ids, x)
+    check.tensor(op, "tid2eid", tid2eid, check.INTS, (None, None), "[V, topk]", x)
 
 
 def route_hash_reference(
@@ -98,13 +106,16 @@ def route_hash_reference(
     out = _checked(router_logits, token_ids, tid2eid, score, num_tokens, out)
     if router_logits.shape[0] == 0 or tid2eid.shape[1] == 0:
         return out
-    return _reference(router_logits, token_ids, tid2eid, route_scale, score, num_tokens, out)
+    return weigh_table_reference(
+        router_logits, token_ids, tid2eid, route_scale, score, num_tokens, out
+    )
 
 
-def _reference(
+def weigh_table_reference(
     router_logits: torch.Tensor, token_ids: torch.Tensor, tid2eid: torch.Tensor,
     route_scale: float, score: str, num_tokens: torch.Tensor | None, out: Routes,
 ) -> Routes:  # fmt: skip
+    """`route_hash` in plain torch, its arguments checked."""
     if num_tokens is not None:  # padded rows may hold any id
         used = torch.arange(token_ids.shape[0], device=token_ids.device) < num_tokens
         token_ids = torch.where(used, token_ids, 0)
@@ -128,6 +139,37 @@ def candidates(key: Case, target: Target) -> Iterable[HashRouterConfig]:
 
 
 @triton.jit
+def hash_rows(
+    logits, offs_t, mask_t, token_ptr, stride_tt, table_ptr, stride_bv, weights_ptr, stride_wt,
+    ids_ptr, stride_it, count_ptr, E, route_scale,
+    SCORE: tl.constexpr, TOPK: tl.constexpr, LANES_K: tl.constexpr, BLOCK_E: tl.constexpr,
+    HAS_COUNT: tl.constexpr,
+):  # fmt: skip
+    """Looks up and writes the routes of rows `offs_t`, whose logits are ``[BLOCK_E, R]``."""
+    offs_e = tl.arange(0, BLOCK_E)[:, None]
+    offs_k = tl.arange(0, LANES_K)[:, None]
+    used = mask_t
+    if HAS_COUNT:
+        used = mask_t & (offs_t < tl.load(count_ptr))
+    rows = offs_t.to(tl.int64)
+    token = tl.load(token_ptr + rows * stride_tt, mask=used, other=0).to(tl.int64)
+    table_ptrs = table_ptr + (token * stride_bv)[None, :] + offs_k
+    ids = tl.load(table_ptrs, mask=used[None, :] & (offs_k < TOPK), other=0).to(tl.int32)
+    scores = score_tile(logits, offs_e < E, SCORE)
+    weights = tl.zeros(ids.shape, tl.float32)
+    total = tl.zeros(offs_t.shape, tl.float32)
+    for k in tl.static_range(TOPK):
+        expert = tl.sum(tl.where(offs_k == k, ids, 0), 0)[None, :]
+        weight = tl.sum(tl.where(offs_e == expert, scores, 0.0), 0)
+        total += weight
+        weights = tl.where(offs_k == k, weight[None, :], weights)
+    store_routes(
+        ids, weights, total, offs_t, mask_t, weights_ptr, stride_wt, ids_ptr, stride_it,
+        count_ptr, route_scale, TOPK, LANES_K, HAS_COUNT,
+    )  # fmt: skip
+
+
+@triton.jit
 def _route_hash_kernel(
     logits_ptr, stride_lt,  # [T, E]
     token_ptr, stride_tt,  # [T]
@@ -135,34 +177,19 @@ def _route_hash_kernel(
     weights_ptr, stride_wt,  # [T, topk]
     ids_ptr, stride_it,  # [T, topk]
     count_ptr,  # [1]
-    E, route_scale,
-    SCORE: tl.constexpr, TOPK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_E: tl.constexpr,
+    T, E, route_scale,
+    SCORE: tl.constexpr, TOPK: tl.constexpr, LANES_K: tl.constexpr, BLOCK_E: tl.constexpr,
     HAS_COUNT: tl.constexpr,
 ):  # fmt: skip
-    pid_t = tl.program_id(0).to(tl.int64)
-    offs_e = tl.arange(0, BLOCK_E)
-    offs_k = tl.arange(0, BLOCK_K)
-    mask_e = offs_e < E
-    mask_k = offs_k < TOPK
-    used = True
-    if HAS_COUNT:
-        used = pid_t < tl.load(count_ptr)
-    token = tl.load(token_ptr + pid_t * stride_tt, mask=used, other=0).to(tl.int64)
-    table_ptrs = table_ptr + token * stride_bv + offs_k
-    ids = tl.load(table_ptrs, mask=offs_k < tl.where(used, TOPK, 0), other=0).to(tl.int32)
-    logits = tl.load(logits_ptr + pid_t * stride_lt + offs_e, mask=mask_e, other=0.0)
-    scores = score_tile(logits, mask_e, SCORE)
-    weights = tl.zeros([BLOCK_K], tl.float32)
-    total = 0.0
-    for k in tl.static_range(TOPK):
-        expert = tl.sum(tl.where(offs_k == k, ids, 0), 0)
-        weight = tl.sum(tl.where(offs_e == expert, scores, 0.0), 0)
-        total += weight
-        weights = tl.where(offs_k == k, weight, weights)
-    weights = tl.where(used, weights / total * route_scale, 0.0)
-    ids = tl.where(used, ids, -1)
-    tl.store(weights_ptr + pid_t * stride_wt + offs_k, weights, mask=mask_k)
-    tl.store(ids_ptr + pid_t * stride_it + offs_k, ids, mask=mask_k)
+    offs_t = tl.program_id(0) + tl.arange(0, 1)
+    offs_e = tl.arange(0, BLOCK_E)[:, None]
+    rows = offs_t.to(tl.int64)[None, :] * stride_lt
+    logits = tl.load(logits_ptr + rows + offs_e, mask=offs_e < E, other=0.0)
+    hash_rows(
+        logits, offs_t, offs_t < T, token_ptr, stride_tt, table_ptr, stride_bv,
+        weights_ptr, stride_wt, ids_ptr, stride_it, count_ptr, E, route_scale,
+        SCORE, TOPK, LANES_K, BLOCK_E, HAS_COUNT,
+    )  # fmt: skip
 
 
 def _inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:

@@ -20,6 +20,7 @@ from ftkernels.target import Target
 from ftkernels.testing import randn
 
 Routes = tuple[torch.Tensor, torch.Tensor]
+_TAKEN = tl.constexpr(-(2**31))
 SCORES = ("sqrtsoftplus", "sigmoid", "softmax")
 
 
@@ -51,7 +52,7 @@ def route_topk(
     if router_logits.shape[0] == 0:
         return out
     if backend.use_reference(router_logits):
-        return _reference(router_logits, bias, topk, route_scale, score, num_tokens, out)
+        return choose_reference(router_logits, bias, topk, route_scale, score, num_tokens, out)
     weights, ids = out
     rows, num_experts = router_logits.shape
     cfg = config.lookup("route_topk", {"E": num_experts}, default_config)
@@ -59,10 +60,9 @@ def route_topk(
         _route_topk_kernel[(rows,)](
             router_logits, router_logits.stride(0), bias,
             weights, weights.stride(0), ids, ids.stride(0), num_tokens,
-            num_experts, route_scale,
-            SCORE=score, TOPK=topk, BLOCK_K=triton.next_power_of_2(topk),
-            BLOCK_E=triton.next_power_of_2(num_experts), HAS_BIAS=bias is not None,
-            HAS_COUNT=num_tokens is not None, num_warps=cfg.num_warps,
+            rows, num_experts, route_scale,
+            SCORE=score, TOPK=topk, LANES_K=lanes(topk), BLOCK_E=lanes(num_experts),
+            HAS_BIAS=bias is not None, HAS_COUNT=num_tokens is not None, num_warps=cfg.num_warps,
         )  # fmt: skip
     return out
 
@@ -79,27 +79,25 @@ def _checked(
     check.require(
         1 <= topk <= num_experts, lambda: f"{op}: topk is {topk}, expected 1 to {num_experts}"
     )
-    inputs = (bias, num_tokens)
-    return check_routes(op, router_logits, topk, score, num_tokens, out, inputs)
+    return check_routes(op, router_logits, topk, score, num_tokens, out, (bias, num_tokens))
 
 
 def check_routes(
-    op: str, router_logits: torch.Tensor, topk: int, score: str, num_tokens: torch.Tensor | None,
+    op: str, x: torch.Tensor, topk: int, score: str, num_tokens: torch.Tensor | None,
     out: Routes | None, inputs: tuple[torch.Tensor | None, ...],
 ) -> Routes:  # fmt: skip
-    """The refusals that `route_topk` and `route_hash` share; gives the outputs."""
+    """The refusals that all routings of rows `x` share; gives the outputs."""
     check.require(score in SCORES, lambda: f"{op}: score is {score!r}, expected one of {SCORES}")
     if num_tokens is not None:
-        check.tensor(op, "num_tokens", num_tokens, (torch.int32,), (1,), "[1]", router_logits)
+        check.tensor(op, "num_tokens", num_tokens, (torch.int32,), (1,), "[1]", x)
     given = check.parts(op, out, 2)
-    size = (router_logits.shape[0], topk)
+    size = (x.shape[0], topk)
     weights = check.output(
-        op, given[0], size, like=router_logits, name="topk_weights", inputs=inputs
+        op, given[0], size, like=x, dtype=torch.float32, name="topk_weights", inputs=inputs
     )
     ids = check.output(
-        op, given[1], size, like=router_logits, dtype=torch.int32, name="topk_ids",
-        inputs=(*inputs, weights),
-    )  # fmt: skip
+        op, given[1], size, like=x, dtype=torch.int32, name="topk_ids", inputs=(*inputs, weights)
+    )
     return weights, ids
 
 
@@ -109,13 +107,14 @@ def route_topk_reference(
 ) -> Routes:  # fmt: skip
     """The definition in plain torch, sharing nothing with the kernel."""
     out = _checked(router_logits, bias, topk, score, num_tokens, out)
-    return _reference(router_logits, bias, topk, route_scale, score, num_tokens, out)
+    return choose_reference(router_logits, bias, topk, route_scale, score, num_tokens, out)
 
 
-def _reference(
+def choose_reference(
     router_logits: torch.Tensor, bias: torch.Tensor | None, topk: int, route_scale: float,
     score: str, num_tokens: torch.Tensor | None, out: Routes,
 ) -> Routes:  # fmt: skip
+    """`route_topk` in plain torch, its arguments checked."""
     scores = scores_reference(router_logits, score)
     biased = scores if bias is None else scores + bias
     ids = biased.sort(dim=-1, descending=True, stable=True)[1][:, :topk]
@@ -148,6 +147,11 @@ def weigh_reference(
     return out
 
 
+def lanes(size: int) -> int:
+    """Width of a tile that holds `size` columns."""
+    return max(2, triton.next_power_of_2(size))
+
+
 @dataclass(frozen=True)
 class RouterConfig:
     num_warps: int
@@ -164,7 +168,7 @@ def candidates(key: Case, target: Target) -> Iterable[RouterConfig]:
 
 @triton.jit
 def score_tile(x, mask, SCORE: tl.constexpr):
-    """fp32 scores of one row of logits; lanes outside `mask` count for nothing."""
+    """fp32 scores of logits ``[BLOCK_E, R]``; those outside `mask` count for nothing."""
     if SCORE == "sqrtsoftplus":
         # log1p(u) for u in (0, 1]: the quotient takes out the rounding of 1 + u
         u = tl.exp(-tl.abs(x))
@@ -176,8 +180,63 @@ def score_tile(x, mask, SCORE: tl.constexpr):
     elif SCORE == "sigmoid":
         return tl.sigmoid(x)
     else:
-        e = tl.where(mask, tl.exp(x - tl.max(tl.where(mask, x, float("-inf")), 0)), 0.0)
-        return e / tl.sum(e, 0)
+        top = tl.max(tl.where(mask, x, float("-inf")), 0)
+        e = tl.where(mask, tl.exp(x - top[None, :]), 0.0)
+        return e / tl.sum(e, 0)[None, :]
+
+
+@triton.jit
+def store_routes(
+    ids, weights, total, offs_t, mask_t, weights_ptr, stride_wt, ids_ptr, stride_it, count_ptr,
+    route_scale, TOPK: tl.constexpr, LANES_K: tl.constexpr, HAS_COUNT: tl.constexpr,
+):  # fmt: skip
+    """Normalizes and writes routes ``[LANES_K, R]``; those from the count on are unused."""
+    weights = weights / total[None, :] * route_scale
+    if HAS_COUNT:
+        used = (offs_t < tl.load(count_ptr))[None, :]
+        ids = tl.where(used, ids, -1)
+        weights = tl.where(used, weights, 0.0)
+    offs_k = tl.arange(0, LANES_K)[:, None]
+    mask = mask_t[None, :] & (offs_k < TOPK)
+    rows = offs_t.to(tl.int64)[None, :]
+    tl.store(weights_ptr + rows * stride_wt + offs_k, weights, mask=mask)
+    tl.store(ids_ptr + rows * stride_it + offs_k, ids, mask=mask)
+
+
+@triton.jit
+def topk_rows(
+    logits, offs_t, mask_t, bias_ptr, weights_ptr, stride_wt, ids_ptr, stride_it, count_ptr,
+    E, route_scale,
+    SCORE: tl.constexpr, TOPK: tl.constexpr, LANES_K: tl.constexpr, BLOCK_E: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_COUNT: tl.constexpr,
+):  # fmt: skip
+    """Chooses and writes the routes of rows `offs_t`, whose logits are ``[BLOCK_E, R]``."""
+    offs_e = tl.arange(0, BLOCK_E)[:, None]
+    offs_k = tl.arange(0, LANES_K)[:, None]
+    mask_e = offs_e < E
+    scores = score_tile(logits, mask_e, SCORE)
+    biased = scores
+    if HAS_BIAS:
+        biased += tl.load(bias_ptr + offs_e, mask=mask_e, other=0.0)
+    biased = tl.where(biased != biased, float("inf"), biased)
+    # integers in the order of the floats, none as small as what marks a taken one
+    bits = biased.to(tl.int32, bitcast=True)
+    order = tl.where(mask_e, tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits), _TAKEN)
+    ids = tl.full((LANES_K, logits.shape[1]), -1, tl.int32)
+    weights = tl.zeros(ids.shape, tl.float32)
+    total = tl.zeros(offs_t.shape, tl.float32)
+    for k in tl.static_range(TOPK):
+        best = tl.max(order, 0)[None, :]
+        expert = tl.min(tl.where(order == best, offs_e, BLOCK_E), 0)[None, :]
+        weight = tl.sum(tl.where(offs_e == expert, scores, 0.0), 0)
+        total += weight
+        ids = tl.where(offs_k == k, expert, ids)
+        weights = tl.where(offs_k == k, weight[None, :], weights)
+        order = tl.where(offs_e == expert, _TAKEN, order)
+    store_routes(
+        ids, weights, total, offs_t, mask_t, weights_ptr, stride_wt, ids_ptr, stride_it,
+        count_ptr, route_scale, TOPK, LANES_K, HAS_COUNT,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -187,40 +246,18 @@ def _route_topk_kernel(
     weights_ptr, stride_wt,  # [T, topk]
     ids_ptr, stride_it,  # [T, topk]
     count_ptr,  # [1]
-    E, route_scale,
-    SCORE: tl.constexpr, TOPK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_E: tl.constexpr,
+    T, E, route_scale,
+    SCORE: tl.constexpr, TOPK: tl.constexpr, LANES_K: tl.constexpr, BLOCK_E: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_COUNT: tl.constexpr,
 ):  # fmt: skip
-    pid_t = tl.program_id(0).to(tl.int64)
-    offs_e = tl.arange(0, BLOCK_E)
-    offs_k = tl.arange(0, BLOCK_K)
-    mask_e = offs_e < E
-    logits = tl.load(logits_ptr + pid_t * stride_lt + offs_e, mask=mask_e, other=0.0)
-    scores = score_tile(logits, mask_e, SCORE)
-    biased = scores
-    if HAS_BIAS:
-        biased += tl.load(bias_ptr + offs_e, mask=mask_e, other=0.0)
-    biased = tl.where(biased != biased, float("inf"), biased)
-    left = mask_e
-    ids = tl.full([BLOCK_K], -1, tl.int32)
-    weights = tl.zeros([BLOCK_K], tl.float32)
-    total = 0.0
-    for k in tl.static_range(TOPK):
-        best = tl.max(tl.where(left, biased, float("-inf")), 0)
-        expert = tl.min(tl.where(left & (biased == best), offs_e, BLOCK_E), 0)
-        weight = tl.sum(tl.where(offs_e == expert, scores, 0.0), 0)
-        total += weight
-        ids = tl.where(offs_k == k, expert, ids)
-        weights = tl.where(offs_k == k, weight, weights)
-        left = left & (offs_e != expert)
-    weights = weights / total * route_scale
-    if HAS_COUNT:
-        used = pid_t < tl.load(count_ptr)
-        ids = tl.where(used, ids, -1)
-        weights = tl.where(used, weights, 0.0)
-    mask_k = offs_k < TOPK
-    tl.store(weights_ptr + pid_t * stride_wt + offs_k, weights, mask=mask_k)
-    tl.store(ids_ptr + pid_t * stride_it + offs_k, ids, mask=mask_k)
+    offs_t = tl.program_id(0) + tl.arange(0, 1)
+    offs_e = tl.arange(0, BLOCK_E)[:, None]
+    rows = offs_t.to(tl.int64)[None, :] * stride_lt
+    logits = tl.load(logits_ptr + rows + offs_e, mask=offs_e < E, other=0.0)
+    topk_rows(
+        logits, offs_t, offs_t < T, bias_ptr, weights_ptr, stride_wt, ids_ptr, stride_it,
+        count_ptr, E, route_scale, SCORE, TOPK, LANES_K, BLOCK_E, HAS_BIAS, HAS_COUNT,
+    )  # fmt: skip
 
 
 def _inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:

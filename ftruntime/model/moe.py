@@ -55,14 +55,14 @@ class MoE:
         )  # fmt: skip
 
     def _route(self, x: torch.Tensor, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        logits, config = self.gate(x, batch.path), self.config
+        config = self.config
         if self.tid2eid is not None:
-            return ftkernels.route_hash(
-                logits, batch.token_ids, self.tid2eid, route_scale=config.routed_scaling_factor,
-                score=config.scoring_func,
+            return ftkernels.gate_hash(
+                x, self.gate.weight, batch.token_ids, self.tid2eid, path=batch.path,
+                route_scale=config.routed_scaling_factor, score=config.scoring_func,
             )  # fmt: skip
-        return ftkernels.route_topk(
-            logits, self.bias, topk=config.num_experts_per_tok,
+        return ftkernels.gate_topk(
+            x, self.gate.weight, self.bias, topk=config.num_experts_per_tok, path=batch.path,
             route_scale=config.routed_scaling_factor, score=config.scoring_func,
         )  # fmt: skip
 

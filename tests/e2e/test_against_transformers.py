@@ -142,7 +142,9 @@ def _no_ape(op, args, kwargs):
 
 
 def _bias_in_weights(op, args, kwargs):
-    return op(args[0] if args[1] is None else args[0] + args[1], None, **kwargs)
+    (x, weight, bias), path = args, kwargs.pop("path")
+    logits = ftkernels.linear(x, weight, out_dtype=torch.float32, path=path)
+    return ftkernels.route_topk(logits if bias is None else logits + bias, None, **kwargs)
 
 
 def _half_split_rope(op, args, kwargs):
@@ -177,9 +179,9 @@ MUTANTS = {
     "half-split rotation": _wrap("apply_rope", _half_split_rope),
     "series swapped": _wrap("compress_kv", _swap_series),
     "no position bias": _wrap("compress_kv", _no_ape),
-    "bias in the weights": _wrap("route_topk", _bias_in_weights),
-    "no route scale": _with("route_topk", route_scale=1.0),
-    "no hash scale": _with("route_hash", route_scale=1.0),
+    "bias in the weights": _wrap("gate_topk", _bias_in_weights),
+    "no route scale": _with("gate_topk", route_scale=1.0),
+    "no hash scale": _with("gate_hash", route_scale=1.0),
     "no clamp": _with("moe_fp4", swiglu_limit=0.0),
     "no shared expert": _with("moe_fp4", shared=None),
     "no head norm": _wrap("rms_norm", _first_norm_only),
