@@ -77,10 +77,10 @@ class Rows:
 
 @dataclass(frozen=True)
 class LinearConfig:
-    """``block_t`` tokens and ``block_n`` weight rows a tile.
+    """``block_t`` tokens and ``block_n`` weight rows a tile; none of it changes a result's bits.
 
-    ``tiles`` is how many weight tiles a block takes after one another ("gemv"), or how many token
-    tiles run before the next weight tile ("gemm").
+    ``tiles`` is how many weight tiles a block takes after one another ("gemv", whose warps follow
+    from the width), or how many token tiles run before the next weight tile ("gemm").
     """
 
     block_t: int
@@ -104,8 +104,9 @@ def default_config(key: Case) -> LinearConfig:
     tiles = 1
     while tiles < 8 and blocks >= 2 * 192 * tiles:
         tiles *= 2
-    block_t = 8 if key["T"] <= 8 else 16
-    return LinearConfig(block_t, 16 if key["bits"] == 32 else 32, tiles, slices, 3)
+    if key["bits"] == 32:
+        return LinearConfig(8, 16, tiles, slices, 3)
+    return LinearConfig(8 if key["T"] <= 8 else 16, 32, tiles, slices, 3)
 
 
 def candidates(key: Case, target: Target) -> Iterable[LinearConfig]:
@@ -442,7 +443,7 @@ def _gemv_kernel(
         rows = tl.minimum(offs_n, R - 1)
         ptrs_w = weight_ptr + rows.to(tl.int64)[None, :, None] * stride_wr + k
         weight = tl.load(ptrs_w) if EVEN_K else tl.load(ptrs_w, mask=k < K, other=0.0)
-        part = tl.dot(weight.to(DTYPE), x, input_precision="ieee")
+        part = tl.dot(weight.to(DTYPE), x, input_precision="ieee", max_num_imprecise_acc=0)
         if ROW_SCALES:
             flat = (group * R + rows)[None, :]
             by_row = _block_scales(scale_ptr, stride_s, flat, columns[:, None], last)
@@ -510,7 +511,8 @@ def _gemm_kernel(
             weight = tl.load(weight_ptrs, mask=mask, other=0.0)
         column = step * BLOCK_K // 128
         scales = tl_ue8m0_decode(tl.load(scale_ptrs + column).to(tl.int32))
-        part = tl.dot(x, tl.trans(weight.to(DTYPE)), input_precision="ieee")
+        weight = tl.trans(weight.to(DTYPE))
+        part = tl.dot(x, weight, input_precision="ieee", max_num_imprecise_acc=0)
         if ROW_SCALES:
             part *= scales[None, :]
             scales = 1.0

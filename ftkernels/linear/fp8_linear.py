@@ -64,13 +64,11 @@ def fp8_linear(
         x, weight, weight_scale, activation, norm_weight, eps, swiglu_limit, path, out_dtype, out
     )
     given = x[0] if dense is None else dense
-    rows = None
-    if weight_scale is not None:
-        rows = _rows(x, activation, norm_weight, eps, swiglu_limit)
     if scratch is not None:
-        size = 0 if rows is None else fp8_kernels.rows_bytes(rows, weight[None], path)
+        rows = _rows(x, activation, norm_weight, eps, swiglu_limit)
+        size = fp8_kernels.rows_bytes(rows, weight[None], path) if weight_scale is not None else 0
         check.scratch(op, scratch, size, given, (("x", given), ("out", out)))
-    if backend.use_reference(given) or weight_scale is None or rows is None or not weight.numel():
+    if weight_scale is None or not weight.numel() or backend.use_reference(given):
         return _product(
             x, weight, weight_scale, activation, norm_weight, eps, swiglu_limit, path, out_dtype,
             out,
@@ -78,8 +76,8 @@ def fp8_linear(
     if out is None:
         out = check.output(op, None, (given.shape[0], weight.shape[0]), like=given, dtype=out_dtype)
     if out.numel():
-        out_rows = out[:, None]
-        fp8_kernels.multiply(op, rows, weight[None], weight_scale, path, out_rows, scratch)
+        rows = _rows(x, activation, norm_weight, eps, swiglu_limit)
+        fp8_kernels.multiply(op, rows, weight[None], weight_scale, path, out[:, None], scratch)
     return out
 
 
@@ -258,6 +256,10 @@ def _cases() -> Iterator[Case]:
                 n, k = shape(tp)
                 name = f"flash-tp{tp}-{matrix}-t{tokens}"
                 yield {"name": name, "T": tokens, "N": n, "K": k, "form": form}
+    for form in ("bf16", "fp32"):
+        for tokens in (1, 64, 3456):
+            name = f"flash-latent-{form}-t{tokens}"
+            yield {"name": name, "T": tokens, "N": 1536, "K": 4096, "form": form}
     yield {"name": "flash-index-t8", "T": 8, "N": 8192, "K": 1024, "form": "quantized"}
     for name, form, n, k in (
         ("latent", "quantized", 2048, 7168), ("wq_b", "norm", 65536, 1536),

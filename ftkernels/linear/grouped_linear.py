@@ -48,16 +48,15 @@ def grouped_linear(
     """
     op = "grouped_linear"
     dtype = _checked(x, weight, weight_scale, path, out_dtype, out)
-    rows = None if weight_scale is None else Rows(x)
     if scratch is not None:
-        size = 0 if rows is None else fp8_kernels.rows_bytes(rows, weight, path)
+        size = 0 if weight_scale is None else fp8_kernels.rows_bytes(Rows(x), weight, path)
         check.scratch(op, scratch, size, x, (("x", x), ("out", out)))
-    if backend.use_reference(x) or weight_scale is None or rows is None or not weight.numel():
+    if weight_scale is None or not weight.numel() or backend.use_reference(x):
         return _product(x, weight, weight_scale, path, dtype, out)
     if out is None:
         out = check.output(op, None, (x.shape[0], *weight.shape[:2]), like=x, dtype=dtype)
     if out.numel():
-        fp8_kernels.multiply(op, rows, weight, weight_scale, path, out, scratch)
+        fp8_kernels.multiply(op, Rows(x), weight, weight_scale, path, out, scratch)
     return out
 
 
