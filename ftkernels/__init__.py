@@ -4,10 +4,12 @@ Every op stands here with its plain-torch twin, ``<op>`` and ``<op>_reference``.
 """
 
 from ftkernels import backend  # first: fixes interpretation before any kernel is decorated
+from ftkernels.attention.append import append_kv, append_kv_reference
 from ftkernels.attention.compressor import (
     compress_kv, compress_kv_reference, compressor_state_shape,
 )  # fmt: skip
 from ftkernels.attention.decode import mla_decode, mla_decode_reference
+from ftkernels.attention.index_query import index_query, index_query_reference
 from ftkernels.attention.indexer import index_select, index_select_reference
 from ftkernels.attention.kv_store import (
     load_kv, load_kv_reference, store_kv, store_kv_reference,
@@ -60,14 +62,15 @@ from ftkernels import library  # last: registers every op under torch.ops.ftkern
 __version__ = "0.1.0"
 __all__ = [
     "ExpertBank", "KernelSpec", "UnsupportedDeviceError", "__version__", "adjust_logits",
-    "adjust_logits_reference", "apply_rope", "apply_rope_reference", "backend", "compile_for",
+    "adjust_logits_reference", "append_kv", "append_kv_reference", "apply_rope",
+    "apply_rope_reference", "backend", "compile_for",
     "compress_kv", "compress_kv_reference", "compressor_state_shape", "dequantize_fp4",
     "dequantize_fp4_reference", "dequantize_fp8", "dequantize_fp8_reference", "embed",
     "embed_reference", "empty_pool", "fp8_linear", "fp8_linear_reference", "gate_hash",
     "gate_hash_reference", "gate_topk", "gate_topk_reference", "grouped_linear",
     "grouped_linear_reference", "hadamard", "hadamard_reference", "hc_head", "hc_head_reference",
     "hc_post", "hc_post_pre", "hc_post_pre_reference", "hc_post_reference", "hc_pre",
-    "hc_pre_reference", "index_select",
+    "hc_pre_reference", "index_query", "index_query_reference", "index_select",
     "index_select_reference", "library", "linear", "linear_reference", "load_kv",
     "load_kv_reference",
     "merge_splits", "merge_splits_reference", "mla_decode", "mla_decode_reference", "mla_prefill",

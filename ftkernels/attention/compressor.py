@@ -92,15 +92,15 @@ def compress_kv(
     """
     if scratch is not None:
         check.given_scratch("compress_kv", scratch, kv)
-    _check(
-        kv, gate, ape, norm_weight, state, state_index, pool, block_table, cu_seqlens, seq_lens,
-        compress_ratio, cos, store, kv_format, sin, eps,
+    check_compress(
+        "compress_kv", kv, gate, ape, norm_weight, state, state_index, pool, block_table,
+        cu_seqlens, seq_lens, compress_ratio, cos, store, kv_format, sin, eps,
     )  # fmt: skip
     sequences = state_index.shape[0]
     if kv.numel() == 0 or sequences == 0:
         return
     if backend.use_reference(kv):
-        _compress(
+        compress_plain(
             kv, gate, ape, norm_weight, state, state_index, pool, block_table, cu_seqlens, seq_lens,
             compress_ratio, cos, sin, eps, store, kv_format,
         )  # fmt: skip
@@ -132,22 +132,23 @@ def compress_kv_reference(
     sin: torch.Tensor, eps: float = 1e-6, store: str = "kv", kv_format: str = "bf16",
 ) -> None:  # fmt: skip
     """The definition in plain torch, one sequence after another."""
-    _check(
-        kv, gate, ape, norm_weight, state, state_index, pool, block_table, cu_seqlens, seq_lens,
-        compress_ratio, cos, store, kv_format, sin, eps,
+    check_compress(
+        "compress_kv", kv, gate, ape, norm_weight, state, state_index, pool, block_table,
+        cu_seqlens, seq_lens, compress_ratio, cos, store, kv_format, sin, eps,
     )  # fmt: skip
-    _compress(
+    compress_plain(
         kv, gate, ape, norm_weight, state, state_index, pool, block_table, cu_seqlens, seq_lens,
         compress_ratio, cos, sin, eps, store, kv_format,
     )  # fmt: skip
 
 
-def _compress(
+def compress_plain(
     kv: torch.Tensor, gate: torch.Tensor, ape: torch.Tensor, norm_weight: torch.Tensor,
     state: torch.Tensor, state_index: torch.Tensor, pool: torch.Tensor, block_table: torch.Tensor,
     cu_seqlens: torch.Tensor, seq_lens: torch.Tensor, compress_ratio: int, cos: torch.Tensor,
     sin: torch.Tensor, eps: float, store: str, kv_format: str,
 ) -> None:  # fmt: skip
+    """The definition without checks."""
     bounds, lens, owners = cu_seqlens.tolist(), seq_lens.tolist(), state_index.tolist()
     pooled = _pool_csa if compress_ratio == CSA_RATIO else _pool_hca
     for s, owner in enumerate(owners):
@@ -265,13 +266,14 @@ def _finish(
     write_rows(pool, where, numbers % per_page, rows, kv_format)
 
 
-def _check(
-    kv: torch.Tensor, gate: torch.Tensor, ape: torch.Tensor, norm_weight: torch.Tensor,
+def check_compress(
+    op: str, kv: torch.Tensor, gate: torch.Tensor, ape: torch.Tensor, norm_weight: torch.Tensor,
     state: torch.Tensor, state_index: torch.Tensor, pool: torch.Tensor, block_table: torch.Tensor,
     cu_seqlens: torch.Tensor, seq_lens: torch.Tensor, ratio: int, cos: torch.Tensor, store: str,
-    kv_format: str, sin: torch.Tensor, eps: float,
+    kv_format: str, sin: torch.Tensor, eps: float, name: str = "pool",
 ) -> None:  # fmt: skip
-    op, fp32, int32 = "compress_kv", (torch.float32,), (torch.int32,)
+    """Refuse what `compress_kv` does; ``name`` is what ``op`` calls its pool."""
+    fp32, int32 = (torch.float32,), (torch.int32,)
     check.number(op, "eps", eps, 0)
     check.integer(op, "compress_ratio", ratio, 1)
     check.require(
@@ -298,7 +300,7 @@ def _check(
     check.rope(op, cos, sin, width, kv)
     shape = (None, *compressor_state_shape(ratio, width))
     check.tensor(op, "state", state, fp32, shape, "[num_states, *compressor_state_shape]", kv)
-    check.written(op, "state", state, (("kv", kv), ("gate", gate), ("pool", pool)))
+    check.written(op, "state", state, (("kv", kv), ("gate", gate), (name, pool)))
     check.tensor(op, "state_index", state_index, int32, (None,), "[S]", kv)
     sequences = state_index.shape[0]
     check.tensor(op, "block_table", block_table, int32, (sequences, None), "[S, max_pages]", kv)
@@ -309,14 +311,14 @@ def _check(
             width & (width - 1) == 0,
             lambda: f"{op}: kv is {tuple(kv.shape)}, expected rows of a power of two for 'index'",
         )
-        check_index_pool(op, "pool", pool, kv_format, width, kv, "kv_format")
+        check_index_pool(op, name, pool, kv_format, width, kv, "kv_format")
     else:
         check.require(
             store == "kv" or kv_format != "fp8",
             f"{op}: kv_format is 'fp8' with store 'raw', expected 'bf16'",
         )
-        check_pool(op, "pool", pool, kv_format, width, 2 * cos.shape[1], kv)
-    check.written(op, "pool", pool, (("kv", kv), ("gate", gate)))
+        check_pool(op, name, pool, kv_format, width, 2 * cos.shape[1], kv)
+    check.written(op, name, pool, (("kv", kv), ("gate", gate)))
 
 
 @dataclass(frozen=True)

@@ -55,13 +55,14 @@ def store_kv(
 
     Graph-safe: one launch, no allocation, no host sync. Without a token nothing is launched.
     """
-    _check_store(
-        kv, pool, slot_mapping, kv_format, rope_dim, norm_weight, eps, positions, cos, sin
-    )
+    check_store(
+        "store_kv", kv, pool, slot_mapping, kv_format, rope_dim, norm_weight, eps, positions, cos,
+        sin,
+    )  # fmt: skip
     if kv.numel() == 0:
         return
     if backend.use_reference(kv):
-        _store(
+        store_plain(
             kv, pool, slot_mapping, kv_format, rope_dim, round_trip, norm_weight, eps, positions,
             cos, sin,
         )  # fmt: skip
@@ -89,33 +90,36 @@ def store_kv_reference(
     sin: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
     """The definition in plain torch."""
-    _check_store(
-        kv, pool, slot_mapping, kv_format, rope_dim, norm_weight, eps, positions, cos, sin
-    )
+    check_store(
+        "store_kv", kv, pool, slot_mapping, kv_format, rope_dim, norm_weight, eps, positions, cos,
+        sin,
+    )  # fmt: skip
     if kv.numel():
-        _store(
+        store_plain(
             kv, pool, slot_mapping, kv_format, rope_dim, round_trip, norm_weight, eps, positions,
             cos, sin,
         )  # fmt: skip
 
 
-def _check_store(
-    kv: torch.Tensor, pool: torch.Tensor, slot_mapping: torch.Tensor, kv_format: str, rope_dim: int,
-    norm_weight: torch.Tensor | None, eps: float, positions: torch.Tensor | None,
+def check_store(
+    op: str, kv: torch.Tensor, pool: torch.Tensor, slot_mapping: torch.Tensor, kv_format: str,
+    rope_dim: int, norm_weight: torch.Tensor | None, eps: float, positions: torch.Tensor | None,
     cos: torch.Tensor | None, sin: torch.Tensor | None,
+    names: tuple[str, str, str] = ("kv", "pool", "norm_weight"),
 ) -> None:  # fmt: skip
-    op = "store_kv"
-    check.tensor(op, "kv", kv, check.FLOATS, (None, None), "[T, D]")
+    """Refuse what `store_kv` does; ``names`` are what ``op`` calls its rows, pool and weight."""
+    row, rows, weight = names
+    check.tensor(op, row, kv, check.FLOATS, (None, None), "[T, D]")
     num_tokens, head_dim = kv.shape
-    check_pool(op, "pool", pool, kv_format, head_dim, rope_dim, kv)
+    check_pool(op, rows, pool, kv_format, head_dim, rope_dim, kv)
     check.tensor(op, "slot_mapping", slot_mapping, check.INTS, (num_tokens,), "[T]", kv)
-    check.written(op, "pool", pool, (("kv", kv),))
+    check.written(op, rows, pool, ((row, kv),))
     check.number(op, "eps", eps, 0)
     check.integer(op, "rope_dim", rope_dim, 0)
     if rope_dim > head_dim:
         raise ValueError(f"{op}: rope_dim is {rope_dim!r}, expected 0 to D = {head_dim}")
     if norm_weight is not None:
-        check.tensor(op, "norm_weight", norm_weight, check.FLOATS, (head_dim,), "[D]", kv)
+        check.tensor(op, weight, norm_weight, check.FLOATS, (head_dim,), "[D]", kv)
     if not (positions is None) == (cos is None) == (sin is None):
         raise ValueError(f"{op}: positions, cos and sin are partly given, expected all or none")
     if positions is not None and cos is not None:
@@ -127,11 +131,12 @@ def _check_store(
             )
 
 
-def _store(
+def store_plain(
     kv: torch.Tensor, pool: torch.Tensor, slot_mapping: torch.Tensor, kv_format: str, rope_dim: int,
     round_trip: bool, norm_weight: torch.Tensor | None, eps: float, positions: torch.Tensor | None,
     cos: torch.Tensor | None, sin: torch.Tensor | None,
 ) -> None:  # fmt: skip
+    """The definition without checks; there is a token."""
     num_tokens, head_dim = kv.shape
     rows, slots = pool.shape[1], slot_mapping.long()
     if (int(slots) if num_tokens == 1 else int(slots.min())) < 0:
@@ -245,6 +250,41 @@ def candidates(key: Case, target: Target) -> Iterable[StoreConfig]:
 
 
 @triton.jit
+def store_token(
+    pid_t,
+    kv_ptr, stride_kt,  # [T, D]
+    slots_ptr,  # [T]
+    norm_ptr,  # [D]
+    positions_ptr,  # [T]
+    cos_ptr, stride_cp, sin_ptr, stride_sp,  # [max_positions, HALF]
+    pool_ptr, stride_pp, stride_pr,  # [pages, rows, D], or packed
+    num_rows, eps,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, HAS_NORM: tl.constexpr, HALF: tl.constexpr,
+    CHANNELS: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """The row of token ``pid_t`` (int64) to its slot."""
+    slot = tl.load(slots_ptr + pid_t).to(tl.int64)
+    if slot >= 0:
+        dtype: tl.constexpr = kv_ptr.dtype.element_ty
+        offs_d = tl.arange(0, BLOCK_D)
+        x = tl.load(kv_ptr + pid_t * stride_kt + offs_d, mask=offs_d < D, other=0.0).to(tl.float32)
+        if HAS_NORM:
+            x = normed_row(x, norm_ptr, eps, D, BLOCK_D, dtype)
+        if HALF > 0:
+            position = tl.load(positions_ptr + pid_t).to(tl.int64)
+            cos_row, sin_row = cos_ptr + position * stride_cp, sin_ptr + position * stride_sp
+            x = rotated_row(x, cos_row, sin_row, D, HALF, BLOCK_D, dtype)
+        page_ptr = pool_ptr + (slot // num_rows) * stride_pp
+        row = slot % num_rows
+        if PACKED:
+            store_packed_row(x, page_ptr, row, num_rows)
+        else:
+            if CHANNELS > 0:
+                x = fp8_round_trip(x, CHANNELS, BLOCK_D, dtype)
+            store_row(x, page_ptr + row * stride_pr, D, BLOCK_D)
+
+
+@triton.jit
 def _store_kv_kernel(
     kv_ptr, stride_kt,  # [T, D]
     slots_ptr,  # [T]
@@ -256,27 +296,11 @@ def _store_kv_kernel(
     D: tl.constexpr, BLOCK_D: tl.constexpr, HAS_NORM: tl.constexpr, HALF: tl.constexpr,
     CHANNELS: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    pid_t = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots_ptr + pid_t).to(tl.int64)
-    if slot < 0:
-        return
-    dtype: tl.constexpr = kv_ptr.dtype.element_ty
-    offs_d = tl.arange(0, BLOCK_D)
-    x = tl.load(kv_ptr + pid_t * stride_kt + offs_d, mask=offs_d < D, other=0.0).to(tl.float32)
-    if HAS_NORM:
-        x = normed_row(x, norm_ptr, eps, D, BLOCK_D, dtype)
-    if HALF > 0:
-        position = tl.load(positions_ptr + pid_t).to(tl.int64)
-        cos_row, sin_row = cos_ptr + position * stride_cp, sin_ptr + position * stride_sp
-        x = rotated_row(x, cos_row, sin_row, D, HALF, BLOCK_D, dtype)
-    page_ptr = pool_ptr + (slot // num_rows) * stride_pp
-    row = slot % num_rows
-    if PACKED:
-        store_packed_row(x, page_ptr, row, num_rows)
-    else:
-        if CHANNELS > 0:
-            x = fp8_round_trip(x, CHANNELS, BLOCK_D, dtype)
-        store_row(x, page_ptr + row * stride_pr, D, BLOCK_D)
+    store_token(
+        tl.program_id(0).to(tl.int64), kv_ptr, stride_kt, slots_ptr, norm_ptr, positions_ptr,
+        cos_ptr, stride_cp, sin_ptr, stride_sp, pool_ptr, stride_pp, stride_pr, num_rows, eps,
+        D, BLOCK_D, HAS_NORM, HALF, CHANNELS, PACKED,
+    )  # fmt: skip
 
 
 @triton.jit

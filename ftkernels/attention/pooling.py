@@ -58,7 +58,7 @@ def _later_windows(pos0, end):
 
 
 @triton.jit
-def _place(
+def place(
     pid, index_ptr, cu_ptr, lens_ptr, S, IS_CSA: tl.constexpr, BLOCK_S: tl.constexpr
 ):  # fmt: skip
     """Sequence and number of the work of a program; a surplus one gets a sequence from S on."""
@@ -164,6 +164,65 @@ def _copy_ring(
 
 
 @triton.jit
+def csa_rows(
+    sequence, number,
+    kv_ptr, stride_kt, gate_ptr, stride_gt,  # [T, 2*C]
+    ape_ptr, stride_ap,  # [4, 2*C]
+    norm_ptr,  # [C]
+    state_ptr, stride_sn, stride_sb, stride_sr,  # [num_states, 2, 8, 2*C]
+    index_ptr,  # [S]
+    pool_ptr, stride_pp, stride_pr,  # [pages, rows, C], or packed
+    num_rows,
+    table_ptr, stride_ts,  # [S, max_pages]
+    cu_ptr, lens_ptr,  # [S+1], [S]
+    cos_ptr, stride_cp, sin_ptr, stride_sp,  # [max_positions, HALF]
+    eps, factor,
+    C: tl.constexpr, BLOCK_C: tl.constexpr, HALF: tl.constexpr, LOG2_C: tl.constexpr,
+    STORE: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """Work `number` of a sequence: rows of it and, in its first, the state."""
+    owner = tl.load(index_ptr + sequence).to(tl.int64)
+    begin = tl.load(cu_ptr + sequence).to(tl.int64)
+    num_new = tl.load(cu_ptr + sequence + 1) - tl.load(cu_ptr + sequence)
+    end = tl.load(lens_ptr + sequence)
+    if (owner >= 0) & (num_new > 0) & (end > 0):
+        pos0 = end - num_new
+        # where position 0 would lie
+        kv_ptr += (begin - pos0) * stride_kt
+        gate_ptr += (begin - pos0) * stride_gt
+        ring_ptr = state_ptr + owner * stride_sn
+        table_row = table_ptr + tl.full((), sequence, tl.int64) * stride_ts
+        first = pos0 // _CSA + tl.where(number > 0, number + 1, 0)
+        stop = first + 1
+        if number == 0:
+            stop = tl.minimum(first + 2, end // _CSA)
+        for j in range(first, stop):
+            row = tl.full((), j, tl.int32)
+            if number == 0:
+                x = _pool_csa(
+                    row, pos0, kv_ptr, stride_kt, gate_ptr, stride_gt, ape_ptr, stride_ap,
+                    ring_ptr, stride_sb, stride_sr, C, BLOCK_C, True,
+                )  # fmt: skip
+            else:
+                x = _pool_csa(
+                    row, pos0, kv_ptr, stride_kt, gate_ptr, stride_gt, ape_ptr, stride_ap,
+                    ring_ptr, stride_sb, stride_sr, C, BLOCK_C, False,
+                )  # fmt: skip
+            _store_pooled(
+                x, row, table_row, norm_ptr, eps, cos_ptr, stride_cp, sin_ptr, stride_sp,
+                pool_ptr, stride_pp, stride_pr, num_rows, factor,
+                _CSA, C, BLOCK_C, HALF, LOG2_C, STORE, PACKED,
+            )  # fmt: skip
+        if number == 0:
+            # every thread of the block has read the ring
+            tl.debug_barrier()
+            _copy_ring(
+                pos0, end, kv_ptr, stride_kt, gate_ptr, stride_gt, ring_ptr, stride_sb, stride_sr,
+                2 * C, 2 * BLOCK_C,
+            )  # fmt: skip
+
+
+@triton.jit
 def csa_kernel(
     kv_ptr, stride_kt, gate_ptr, stride_gt,  # [T, 2*C]
     ape_ptr, stride_ap,  # [4, 2*C]
@@ -179,48 +238,14 @@ def csa_kernel(
     C: tl.constexpr, BLOCK_C: tl.constexpr, HALF: tl.constexpr, LOG2_C: tl.constexpr,
     STORE: tl.constexpr, PACKED: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    sequence, number = _place(tl.program_id(0), index_ptr, cu_ptr, lens_ptr, S, True, BLOCK_S)
-    if sequence >= S:
-        return
-    owner = tl.load(index_ptr + sequence).to(tl.int64)
-    begin = tl.load(cu_ptr + sequence).to(tl.int64)
-    num_new = tl.load(cu_ptr + sequence + 1) - tl.load(cu_ptr + sequence)
-    end = tl.load(lens_ptr + sequence)
-    if (owner < 0) | (num_new <= 0) | (end <= 0):
-        return
-    pos0 = end - num_new
-    # where position 0 would lie
-    kv_ptr += (begin - pos0) * stride_kt
-    gate_ptr += (begin - pos0) * stride_gt
-    ring_ptr = state_ptr + owner * stride_sn
-    table_row = table_ptr + tl.full((), sequence, tl.int64) * stride_ts
-    first = pos0 // _CSA + tl.where(number > 0, number + 1, 0)
-    stop = first + 1
-    if number == 0:
-        stop = tl.minimum(first + 2, end // _CSA)
-    for j in range(first, stop):
-        row = tl.full((), j, tl.int32)
-        if number == 0:
-            x = _pool_csa(
-                row, pos0, kv_ptr, stride_kt, gate_ptr, stride_gt, ape_ptr, stride_ap,
-                ring_ptr, stride_sb, stride_sr, C, BLOCK_C, True,
-            )  # fmt: skip
-        else:
-            x = _pool_csa(
-                row, pos0, kv_ptr, stride_kt, gate_ptr, stride_gt, ape_ptr, stride_ap,
-                ring_ptr, stride_sb, stride_sr, C, BLOCK_C, False,
-            )  # fmt: skip
-        _store_pooled(
-            x, row, table_row, norm_ptr, eps, cos_ptr, stride_cp, sin_ptr, stride_sp,
-            pool_ptr, stride_pp, stride_pr, num_rows, factor,
-            _CSA, C, BLOCK_C, HALF, LOG2_C, STORE, PACKED,
-        )  # fmt: skip
-    if number == 0:
-        # every thread of the block has read the ring
-        tl.debug_barrier()
-        _copy_ring(
-            pos0, end, kv_ptr, stride_kt, gate_ptr, stride_gt, ring_ptr, stride_sb, stride_sr,
-            2 * C, 2 * BLOCK_C,
+    sequence, number = place(tl.program_id(0), index_ptr, cu_ptr, lens_ptr, S, True, BLOCK_S)
+    if sequence < S:
+        csa_rows(
+            sequence, number,
+            kv_ptr, stride_kt, gate_ptr, stride_gt, ape_ptr, stride_ap, norm_ptr, state_ptr,
+            stride_sn, stride_sb, stride_sr, index_ptr, pool_ptr, stride_pp, stride_pr, num_rows,
+            table_ptr, stride_ts, cu_ptr, lens_ptr, cos_ptr, stride_cp, sin_ptr, stride_sp, eps,
+            factor, C, BLOCK_C, HALF, LOG2_C, STORE, PACKED,
         )  # fmt: skip
 
 
@@ -243,6 +268,69 @@ def _advance(
 
 
 @triton.jit
+def hca_rows(
+    sequence, number,
+    kv_ptr, stride_kt, gate_ptr, stride_gt,  # [T, C]
+    ape_ptr, stride_ap,  # [128, C]
+    norm_ptr,  # [C]
+    state_ptr, stride_sn, stride_sb, stride_sr,  # [num_states, 2, 3, C]
+    index_ptr,  # [S]
+    pool_ptr, stride_pp, stride_pr,  # [pages, rows, C], or packed
+    num_rows,
+    table_ptr, stride_ts,  # [S, max_pages]
+    cu_ptr, lens_ptr,  # [S+1], [S]
+    cos_ptr, stride_cp, sin_ptr, stride_sp,  # [max_positions, HALF]
+    eps, factor,
+    C: tl.constexpr, BLOCK_C: tl.constexpr, HALF: tl.constexpr, LOG2_C: tl.constexpr,
+    STORE: tl.constexpr, PACKED: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Work `number` of a sequence: rows of it and, in its first, the state."""
+    owner = tl.load(index_ptr + sequence).to(tl.int64)
+    begin = tl.load(cu_ptr + sequence).to(tl.int64)
+    num_new = tl.load(cu_ptr + sequence + 1) - tl.load(cu_ptr + sequence)
+    end = tl.load(lens_ptr + sequence)
+    if (owner >= 0) & (num_new > 0) & (end > 0):
+        pos0 = end - num_new
+        # where position 0 would lie
+        kv_ptr += (begin - pos0) * stride_kt
+        gate_ptr += (begin - pos0) * stride_gt
+        offs_c = tl.arange(0, BLOCK_C)
+        mask_c = offs_c < C
+        state_ptrs = state_ptr + owner * stride_sn + offs_c
+        table_row = table_ptr + tl.full((), sequence, tl.int64) * stride_ts
+        first, last = pos0 // _HCA, (end - 1) // _HCA
+        turns = 1 + ((number == 0) & _is_joined(pos0, end)).to(tl.int32)
+        for turn in range(0, turns):
+            window = tl.where(turn == 0, first + number, last)
+            start, stop = tl.maximum(window * _HCA, pos0), tl.minimum(window * _HCA + _HCA, end)
+            # a window that an earlier call began; its state is in the buffer of the token before
+            is_open = offs_c < tl.where(start > window * _HCA, C, 0)
+            old_ptrs = state_ptrs + ((start + 1) % 2) * stride_sb
+            top = tl.load(old_ptrs, mask=is_open, other=float("-inf"))
+            total = tl.load(old_ptrs + stride_sr, mask=is_open, other=0.0)
+            mixed = tl.load(old_ptrs + stride_sr + stride_sr, mask=is_open, other=0.0)
+            # stages of copies run ahead of the chain of sums, which goes token by token
+            for p in tl.range(start, stop, num_stages=STAGES):
+                top, total, mixed = _advance(
+                    top, total, mixed, p, kv_ptr, stride_kt, gate_ptr, stride_gt,
+                    ape_ptr, stride_ap, C, BLOCK_C,
+                )  # fmt: skip
+            if stop == window * _HCA + _HCA:
+                _store_pooled(
+                    mixed / total, window, table_row, norm_ptr, eps, cos_ptr, stride_cp,
+                    sin_ptr, stride_sp, pool_ptr, stride_pp, stride_pr, num_rows, factor,
+                    _HCA, C, BLOCK_C, HALF, LOG2_C, STORE, PACKED,
+                )  # fmt: skip
+            if window == last:
+                # every thread of the block has read the buffer
+                tl.debug_barrier()
+                new_ptrs = state_ptrs + ((end + 1) % 2) * stride_sb
+                tl.store(new_ptrs, top, mask=mask_c)
+                tl.store(new_ptrs + stride_sr, total, mask=mask_c)
+                tl.store(new_ptrs + stride_sr + stride_sr, mixed, mask=mask_c)
+
+
+@triton.jit
 def hca_kernel(
     kv_ptr, stride_kt, gate_ptr, stride_gt,  # [T, C]
     ape_ptr, stride_ap,  # [128, C]
@@ -258,50 +346,12 @@ def hca_kernel(
     C: tl.constexpr, BLOCK_C: tl.constexpr, HALF: tl.constexpr, LOG2_C: tl.constexpr,
     STORE: tl.constexpr, PACKED: tl.constexpr, BLOCK_S: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    sequence, number = _place(tl.program_id(0), index_ptr, cu_ptr, lens_ptr, S, False, BLOCK_S)
-    if sequence >= S:
-        return
-    owner = tl.load(index_ptr + sequence).to(tl.int64)
-    begin = tl.load(cu_ptr + sequence).to(tl.int64)
-    num_new = tl.load(cu_ptr + sequence + 1) - tl.load(cu_ptr + sequence)
-    end = tl.load(lens_ptr + sequence)
-    if (owner < 0) | (num_new <= 0) | (end <= 0):
-        return
-    pos0 = end - num_new
-    # where position 0 would lie
-    kv_ptr += (begin - pos0) * stride_kt
-    gate_ptr += (begin - pos0) * stride_gt
-    offs_c = tl.arange(0, BLOCK_C)
-    mask_c = offs_c < C
-    state_ptrs = state_ptr + owner * stride_sn + offs_c
-    table_row = table_ptr + tl.full((), sequence, tl.int64) * stride_ts
-    first, last = pos0 // _HCA, (end - 1) // _HCA
-    turns = 1 + ((number == 0) & _is_joined(pos0, end)).to(tl.int32)
-    for turn in range(0, turns):
-        window = tl.where(turn == 0, first + number, last)
-        start, stop = tl.maximum(window * _HCA, pos0), tl.minimum(window * _HCA + _HCA, end)
-        # a window that an earlier call began; its state is in the buffer of the token before
-        is_open = offs_c < tl.where(start > window * _HCA, C, 0)
-        old_ptrs = state_ptrs + ((start + 1) % 2) * stride_sb
-        top = tl.load(old_ptrs, mask=is_open, other=float("-inf"))
-        total = tl.load(old_ptrs + stride_sr, mask=is_open, other=0.0)
-        mixed = tl.load(old_ptrs + stride_sr + stride_sr, mask=is_open, other=0.0)
-        # stages of copies run ahead of the chain of sums, which goes token by token
-        for p in tl.range(start, stop, num_stages=STAGES):
-            top, total, mixed = _advance(
-                top, total, mixed, p, kv_ptr, stride_kt, gate_ptr, stride_gt,
-                ape_ptr, stride_ap, C, BLOCK_C,
-            )  # fmt: skip
-        if stop == window * _HCA + _HCA:
-            _store_pooled(
-                mixed / total, window, table_row, norm_ptr, eps, cos_ptr, stride_cp,
-                sin_ptr, stride_sp, pool_ptr, stride_pp, stride_pr, num_rows, factor,
-                _HCA, C, BLOCK_C, HALF, LOG2_C, STORE, PACKED,
-            )  # fmt: skip
-        if window == last:
-            # every thread of the block has read the buffer
-            tl.debug_barrier()
-            new_ptrs = state_ptrs + ((end + 1) % 2) * stride_sb
-            tl.store(new_ptrs, top, mask=mask_c)
-            tl.store(new_ptrs + stride_sr, total, mask=mask_c)
-            tl.store(new_ptrs + stride_sr + stride_sr, mixed, mask=mask_c)
+    sequence, number = place(tl.program_id(0), index_ptr, cu_ptr, lens_ptr, S, False, BLOCK_S)
+    if sequence < S:
+        hca_rows(
+            sequence, number,
+            kv_ptr, stride_kt, gate_ptr, stride_gt, ape_ptr, stride_ap, norm_ptr, state_ptr,
+            stride_sn, stride_sb, stride_sr, index_ptr, pool_ptr, stride_pp, stride_pr, num_rows,
+            table_ptr, stride_ts, cu_ptr, lens_ptr, cos_ptr, stride_cp, sin_ptr, stride_sp, eps,
+            factor, C, BLOCK_C, HALF, LOG2_C, STORE, PACKED, STAGES,
+        )  # fmt: skip

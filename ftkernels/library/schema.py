@@ -30,6 +30,7 @@ _WRITTEN: Mapping[str, tuple[str, ...]] = {
     "rms_norm": ("residual",),
     "store_kv": ("pool",),
     "compress_kv": ("state", "pool"),
+    "append_kv": ("window_kv", "state", "cmp_kv"),
 }
 _ALWAYS_WRITTEN = ("out", "scratch", "routed_out")
 _TYPES: Mapping[object, str] = {

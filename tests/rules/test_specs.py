@@ -26,8 +26,8 @@ OPS = (
     "embed", "linear", "fp8_linear", "grouped_linear",
     "route_topk", "route_hash", "gate_topk", "gate_hash", "moe_align", "moe_gemm_fp4",
     "moe_gemv_fp4", "swiglu_clamp", "moe_combine", "moe_fp4",
-    "store_kv", "load_kv", "compress_kv", "index_select", "mla_prefill", "mla_decode",
-    "merge_splits",
+    "store_kv", "load_kv", "compress_kv", "append_kv", "index_query", "index_select",
+    "mla_prefill", "mla_decode", "merge_splits",
     "hc_pre", "hc_post", "hc_post_pre", "hc_head", "sample", "top_logprobs",
 )  # fmt: skip
 # ops whose kernels are written; the others run their reference on every device
@@ -36,8 +36,9 @@ KERNELS = {
     "hadamard", "rms_norm", "apply_rope", "embed", "route_topk", "route_hash", "moe_align",
     "moe_gemm_fp4", "moe_gemv_fp4", "moe_fp4",
     "linear", "fp8_linear", "grouped_linear", "gate_topk", "gate_hash",
-    "store_kv", "load_kv", "compress_kv", "index_select", "mla_prefill", "mla_decode",
-    "merge_splits", "swiglu_clamp", "moe_combine", "hc_pre", "hc_post", "hc_post_pre", "hc_head",
+    "store_kv", "load_kv", "compress_kv", "append_kv", "index_query", "index_select",
+    "mla_prefill", "mla_decode", "merge_splits", "swiglu_clamp", "moe_combine",
+    "hc_pre", "hc_post", "hc_post_pre", "hc_head",
     "sample", "top_logprobs",
 }  # fmt: skip
 SPECS = {spec.name: spec for spec in ftkernels.registry()}
