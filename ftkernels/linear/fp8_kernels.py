@@ -1,14 +1,13 @@
-"""Products of rows with block-scaled FP8 matrices on the card: what the FP8 linears launch.
+"""Kernels of products of rows with block-scaled FP8 matrices, and their configs.
 
-Both kernels take ``weight [G, R, K]`` e4m3 with a UE8M0 code per 128x128 block of the flat
-``[G*R, K]`` matrix, and rows ``[T, G, K]``. Rows are e4m3 with a code per 128 channels, or plain:
-then they may be gate and up of an activation, be RMS-normed and be quantized on the way in.
+All take ``weight [G, R, K]`` e4m3 with a UE8M0 code per 128x128 block of the flat ``[G*R, K]``
+matrix, and rows ``[T, G, K]``: e4m3 with a code per 128 channels, or plain. Plain rows may be gate
+and up of an activation, be RMS-normed and be quantized on the way in.
 
-* "gemm": tiles of 128 by 128, one factor per 128 channels on the sum. Rows that need preparing are
-  prepared by a launch of its own.
-* "gemv": a block takes 512 channels and some weight rows. A warp owns 128 of the channels, so the
-  rows are prepared once, in registers. Sums of the splits go to scratch; the block that arrives
-  last adds them in order.
+* `gemm_kernel`: tiles of 128 by 128, one factor per 128 channels on the sum, rows as they are.
+* `gemv_kernel`: a block takes 512 channels and some weight rows. A warp owns 128 of the channels,
+  so the rows are prepared once, in registers. Sums of the splits go to scratch; the block that
+  arrives last adds them in order.
 
 Numerics: fp32 sums; the four warps' and the splits' parts are added in an order fixed by ``K``.
 """
@@ -16,13 +15,12 @@ Numerics: fp32 sums; the four warps' and the splits' parts are added in an order
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-import torch
 import triton
 import triton.language as tl
 
-from ftkernels import backend, check, config
+from ftkernels.backend import INTERPRET
 from ftkernels.quant.formats import (
     tl_absbits,
     tl_e4m3_round,
@@ -30,49 +28,10 @@ from ftkernels.quant.formats import (
     tl_ue8m0_decode,
     tl_ue8m0_inverse,
 )
-from ftkernels.spec import COUNTER_BYTES, Case
+from ftkernels.spec import Case
 from ftkernels.target import Target
 
 BLOCK = 128
-GEMV_TOKENS = 64  # of one launch; also the most that go there unasked
-_NUM_COUNTERS = COUNTER_BYTES // 4
-_TYPES = {
-    torch.float8_e4m3fn: tl.float8e4nv, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16,
-    torch.float32: tl.float32,
-}  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Activations ``x [T, G, K]``, and what is done to them before the product.
-
-    Args:
-        x: with ``limit`` ``[T, G, 2*K]``, gate columns first.
-        scale: ``[T, ceil(K/128)]`` codes of an e4m3 ``x``.
-        quantize: round to FP8 in groups of 128 channels.
-        norm_weight, eps: of an RMS norm.
-        limit: clamp bound of SwiGLU, infinite for none; None for no activation.
-    """
-
-    x: torch.Tensor
-    scale: torch.Tensor | None = None
-    quantize: bool = False
-    norm_weight: torch.Tensor | None = None
-    eps: float = 0.0
-    limit: float | None = None
-
-    @property
-    def unprepared(self) -> bool:
-        return self.quantize or self.norm_weight is not None or self.limit is not None
-
-    @property
-    def operand(self) -> torch.dtype:
-        """What the product multiplies."""
-        return torch.float8_e4m3fn if self.quantize else self.x.dtype
-
-    def cut(self, begin: int, end: int) -> Rows:
-        scale = None if self.scale is None else self.scale[begin:end]
-        return replace(self, x=self.x[begin:end], scale=scale)
 
 
 @dataclass(frozen=True)
@@ -98,7 +57,7 @@ def default_config(key: Case) -> LinearConfig:
         if key["K"] % BLOCK:
             return LinearConfig(32, 32, 32, 4, 1)
         return LinearConfig(128, 128, 32, 8, 3)
-    slices = _slices(key["K"])
+    slices = num_slices(key["K"])
     # enough blocks to keep two on each of 128 SMs busy, and none that does little else than start
     blocks = triton.cdiv(key["G"] * key["N"], 32) * triton.cdiv(key["K"], slices * BLOCK)
     tiles = 1
@@ -113,7 +72,7 @@ def candidates(key: Case, target: Target) -> Iterable[LinearConfig]:
     if key["bits"] == 32 or (key["K"] % BLOCK and not key["gemv"]):
         yield default_config(key)
     elif key["gemv"]:
-        slices = _slices(key["K"])
+        slices = num_slices(key["K"])
         for block_t in (8, 16):
             for block_n in (16, 32, 64):
                 for tiles in (1, 2, 4, 8):
@@ -126,149 +85,13 @@ def candidates(key: Case, target: Target) -> Iterable[LinearConfig]:
                     yield LinearConfig(block_t, 128, tiles, warps, stages)
 
 
-def _slices(k: int) -> int:
+def num_slices(k: int) -> int:
     """Warps of a block, each with 128 channels of a split."""
     return min(4, triton.next_power_of_2(triton.cdiv(max(k, 1), BLOCK)))
 
 
-def _splits(k: int) -> int:
-    return triton.cdiv(k, _slices(k) * BLOCK)
-
-
-def takes_gemv(path: str | None, num_tokens: int) -> bool:
-    return path == "gemv" or (path is None and num_tokens <= GEMV_TOKENS)
-
-
-def num_bytes(
-    num_tokens: int, groups: int, n: int, k: int, *, item: int, gemv: bool, gemm: bool
-) -> int:  # fmt: skip
-    """Scratch of the given paths: counters, then sums of the splits or prepared rows.
-
-    Args:
-        item: bytes of a prepared channel, 0 where rows are taken as they are.
-    """
-    sums = prepared = 0
-    if gemv and _splits(k) > 1:
-        sums = 4 * _splits(k) * min(num_tokens, GEMV_TOKENS) * groups * n
-    if gemm and item:
-        prepared = num_tokens * (_row_bytes(k, item) + _row_bytes(triton.cdiv(k, BLOCK), 1))
-    return COUNTER_BYTES + max(sums, prepared)
-
-
-def _row_bytes(k: int, item: int) -> int:
-    return 16 * triton.cdiv(k * item, 16)
-
-
-def rows_bytes(rows: Rows, weight: torch.Tensor, path: str | None) -> int:
-    """Scratch of a product with ``weight [G, R, K]``."""
-    count, gemv = rows.x.shape[0], takes_gemv(path, rows.x.shape[0])
-    item = rows.operand.itemsize if rows.unprepared else 0
-    return num_bytes(count, *weight.shape, item=item, gemv=gemv, gemm=not gemv)
-
-
-def multiply(
-    op: str, rows: Rows, weight: torch.Tensor, scale: torch.Tensor, path: str | None,
-    out: torch.Tensor, scratch: torch.Tensor | None,
-) -> None:  # fmt: skip
-    """``out [T, G, R] = rows @ weight [G, R, K]``; a given ``scratch`` has been checked."""
-    count, groups, n = out.shape
-    k, gemv = weight.shape[2], takes_gemv(path, count)
-    key = {"G": groups, "N": n, "K": k, "bits": 8 * rows.operand.itemsize, "gemv": int(gemv)}
-    with backend.on_device(weight):
-        if scratch is None and (gemv or rows.unprepared):
-            scratch = check.scratch(op, None, rows_bytes(rows, weight, path), weight)
-        if gemv:
-            assert scratch is not None
-            for begin in range(0, count, GEMV_TOKENS):
-                end = min(begin + GEMV_TOKENS, count)
-                _gemv(op, key, rows.cut(begin, end), weight, scale, out[begin:end], scratch)
-            return
-        cfg = config.lookup(op, {**key, "T": count}, default_config, grows="T")
-        if rows.unprepared:
-            assert scratch is not None
-            rows = _prepare(rows, k, scratch)
-        _gemm(cfg, rows, weight, scale, out)
-
-
-def _prologue(rows: Rows) -> dict[str, object]:
-    """Arguments of the kernels that prepare rows."""
-    return {
-        "norm_ptr": rows.norm_weight, "eps": rows.eps,
-        "limit": 0.0 if rows.limit is None else rows.limit,
-        "NORM": rows.norm_weight is not None, "SWIGLU": rows.limit is not None,
-        "QUANTIZE": rows.quantize, "DTYPE": _TYPES[rows.operand],
-    }  # fmt: skip
-
-
-def _gemv(
-    op: str, key: Case, rows: Rows, weight: torch.Tensor, scale: torch.Tensor, out: torch.Tensor,
-    scratch: torch.Tensor,
-) -> None:  # fmt: skip
-    count, groups, n = out.shape
-    k, splits = weight.shape[2], _splits(weight.shape[2])
-    cfg = config.lookup(op, {**key, "T": count}, default_config, grows="T")
-    block_n = cfg.block_n * cfg.tiles
-    chunks, tiles_t = triton.cdiv(n, block_n), triton.cdiv(count, cfg.block_t)
-    if tiles_t * groups * chunks > _NUM_COUNTERS:
-        raise ValueError(
-            f"{op}: weight is {tuple(weight.shape)}, expected at most "
-            f"{_NUM_COUNTERS * block_n // tiles_t} rows"
-        )
-    _gemv_kernel[(tiles_t, groups * chunks, splits)](
-        rows.x, rows.x.stride(0), rows.x.stride(1),
-        rows.scale, 0 if rows.scale is None else rows.scale.stride(0),
-        weight, weight.stride(0), weight.stride(1),
-        scale, scale.stride(0),
-        out, out.stride(0), out.stride(1),
-        scratch[:COUNTER_BYTES].view(torch.int32),
-        scratch[COUNTER_BYTES:][: 4 * splits * count * groups * n].view(torch.float32),
-        count * groups * n, groups * n,
-        count, n, k, chunks,
-        **_prologue(rows), SCALED=rows.scale is not None,
-        SPLITS=splits, SLICES=_slices(k), TILES=cfg.tiles,
-        EVEN_K=k % (_slices(k) * BLOCK) == 0, ROW_SCALES=groups > 1 and n % cfg.block_n != 0,
-        BLOCK_T=cfg.block_t, LIVE_T=min(cfg.block_t, triton.next_power_of_2(count)),
-        BLOCK_N=cfg.block_n, STAGES=cfg.num_stages,
-        num_warps=_slices(k), maxnreg=255,
-    )  # fmt: skip
-
-
-def _prepare(rows: Rows, k: int, scratch: torch.Tensor) -> Rows:
-    """The rows as the product takes them, in ``scratch``."""
-    count, item = rows.x.shape[0], rows.operand.itemsize
-    width, codes = _row_bytes(k, item), _row_bytes(triton.cdiv(k, BLOCK), 1)
-    memory = scratch[COUNTER_BYTES:]
-    x = memory[: count * width].view(count, 1, width).view(rows.operand)
-    scale = memory[count * width :][: count * codes].view(count, codes)
-    slices = _slices(k)
-    _prepare_kernel[(triton.cdiv(count, 8), _splits(k))](
-        rows.x, rows.x.stride(0),
-        x, x.stride(0), scale, scale.stride(0),
-        count, k, triton.cdiv(k, BLOCK),
-        **_prologue(rows), SLICES=slices, BLOCK_T=8, num_warps=slices,
-    )  # fmt: skip
-    return Rows(x, scale if rows.quantize else None)
-
-
-def _gemm(
-    cfg: LinearConfig, rows: Rows, weight: torch.Tensor, scale: torch.Tensor, out: torch.Tensor
-) -> None:
-    count, groups, n = out.shape
-    k, item = weight.shape[2], rows.x.element_size()
-    block_k = BLOCK // item
-    tiles_t, tiles_n = triton.cdiv(count, cfg.block_t), triton.cdiv(n, cfg.block_n)
-    _gemm_kernel[(tiles_t * tiles_n, groups)](
-        rows.x, rows.x.stride(0), rows.x.stride(1),
-        rows.scale, 0 if rows.scale is None else rows.scale.stride(0),
-        weight, weight.stride(0), weight.stride(1),
-        scale, scale.stride(0),
-        out, out.stride(0), out.stride(1),
-        count, n, k, tiles_t, tiles_n,
-        SCALED=rows.scale is not None, DTYPE=_TYPES[rows.x.dtype], EVEN_K=k % block_k == 0,
-        ROW_SCALES=groups > 1 and n % cfg.block_n != 0,
-        BLOCK_T=cfg.block_t, BLOCK_N=cfg.block_n, BLOCK_K=block_k, GROUP_T=cfg.tiles,
-        num_warps=cfg.num_warps, num_stages=cfg.num_stages, maxnreg=255,
-    )  # fmt: skip
+def num_splits(k: int) -> int:
+    return triton.cdiv(k, num_slices(k) * BLOCK)
 
 
 @triton.jit
@@ -323,7 +146,7 @@ def _prepared(
 
 
 @triton.jit
-def _prepare_kernel(
+def prepare_kernel(
     x_ptr, stride_xt,  # [T, K] or [T, 2*K]
     out_ptr, stride_ot,  # [T, K]
     scale_ptr, stride_st,  # [T, num_groups]
@@ -344,6 +167,16 @@ def _prepare_kernel(
         ptrs = scale_ptr + rows[None, :] * stride_st + groups[:, None]
         mask_s = live[None, :] & (groups[:, None] < num_groups)
         tl.store(ptrs, code.to(tl.uint8), mask=mask_s)
+
+
+@triton.jit
+def _prefetch(ptrs):
+    """Start bringing the lines of ``ptrs`` into L2; nothing waits for them."""
+    if not INTERPRET:
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [ptrs.to(tl.int64)],
+            dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -398,7 +231,7 @@ def _add_splits(
 
 
 @triton.jit
-def _gemv_kernel(
+def gemv_kernel(
     x_ptr, stride_xt, stride_xg,  # [T, G, K] or [T, G, 2*K]
     x_scale_ptr, stride_st,  # [T, ceil(K/128)]
     weight_ptr, stride_wg, stride_wr,  # [G, R, K]
@@ -420,6 +253,10 @@ def _gemv_kernel(
     k = columns[:, None, None] * 128 + tl.arange(0, 128)[None, None, :]
     last = tl.cdiv(K, 128)
     x_ptr += group.to(tl.int64) * stride_xg
+    weight_ptr += group.to(tl.int64) * stride_wg
+    # the weight is on its way while the rows are prepared
+    lines = tl.minimum(first + tl.arange(0, TILES * BLOCK_N), R - 1).to(tl.int64) * stride_wr
+    _prefetch(weight_ptr + lines[:, None] + tl.minimum(columns, last - 1)[None, :] * 128)
     x, code = _prepared(
         x_ptr, stride_xt, tokens, live, k, K, norm_ptr, eps, limit, NORM, SWIGLU, QUANTIZE, DTYPE
     )
@@ -430,12 +267,11 @@ def _gemv_kernel(
     x = tl.permute(_repeated(x, BLOCK_T), (0, 2, 1))
     factor = tl.permute(_repeated(tl_ue8m0_decode(code)[:, :, None], BLOCK_T), (0, 2, 1))
     offs_t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
-    # columns past LIVE_T repeat others
-    mask_t = (offs_t < T) & (tl.arange(0, BLOCK_T) < LIVE_T)
+    # columns past LIVE_T repeat others, and T is not past it
+    mask_t = offs_t < T
     sums_ptr += group * R
     sums_rows = split.to(tl.int64) * stride_us + offs_t.to(tl.int64)[None, :] * stride_ut
     out_ptr += group.to(tl.int64) * stride_og
-    weight_ptr += group.to(tl.int64) * stride_wg
     for tile in tl.range(0, TILES, num_stages=STAGES):
         start = first + tile * BLOCK_N
         offs_n = start + tl.arange(0, BLOCK_N)
@@ -472,7 +308,7 @@ def _gemv_kernel(
 
 
 @triton.jit
-def _gemm_kernel(
+def gemm_kernel(
     x_ptr, stride_xt, stride_xg,  # [T, G, K]
     x_scale_ptr, stride_st,  # [T, ceil(K/128)]
     weight_ptr, stride_wg, stride_wr,  # [G, R, K]

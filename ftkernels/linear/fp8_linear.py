@@ -12,8 +12,9 @@ from collections.abc import Iterator
 import torch
 
 from ftkernels import backend, check
-from ftkernels.linear import fp8_kernels
-from ftkernels.linear.fp8_kernels import BLOCK, Rows
+from ftkernels.linear import fp8_product
+from ftkernels.linear.fp8_kernels import BLOCK, candidates, default_config
+from ftkernels.linear.fp8_product import Rows
 from ftkernels.linear.linear import check_path, matmul_rows, wide
 from ftkernels.moe.swiglu import activated
 from ftkernels.norm.rms_norm import normed
@@ -66,7 +67,7 @@ def fp8_linear(
     given = x[0] if dense is None else dense
     if scratch is not None:
         rows = _rows(x, activation, norm_weight, eps, swiglu_limit)
-        size = fp8_kernels.rows_bytes(rows, weight[None], path) if weight_scale is not None else 0
+        size = fp8_product.rows_bytes(rows, weight[None], path) if weight_scale is not None else 0
         check.scratch(op, scratch, size, given, (("x", given), ("out", out)))
     if weight_scale is None or not weight.numel() or backend.use_reference(given):
         return _product(
@@ -77,7 +78,7 @@ def fp8_linear(
         out = check.output(op, None, (given.shape[0], weight.shape[0]), like=given, dtype=out_dtype)
     if out.numel():
         rows = _rows(x, activation, norm_weight, eps, swiglu_limit)
-        fp8_kernels.multiply(op, rows, weight[None], weight_scale, path, out[:, None], scratch)
+        fp8_product.multiply(op, rows, weight[None], weight_scale, path, out[:, None], scratch)
     return out
 
 
@@ -227,11 +228,11 @@ def _inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
 
 def _scratch(*, T: int, N: int, K: int) -> int:
     """For every form of a call; above 64 rows also for ``path="gemv"``."""
-    return fp8_kernels.num_bytes(T, 1, N, K, item=4, gemv=True, gemm=True)
+    return fp8_product.num_bytes(T, 1, N, K, item=4, gemv=True, gemm=True)
 
 
 def _launches(case: Case) -> int:
-    gemv = fp8_kernels.takes_gemv(None, case["T"])
+    gemv = fp8_product.takes_gemv(None, case["T"])
     return 1 if gemv or case.get("form") in ("quantized", "bf16", "fp32") else 2
 
 
@@ -270,8 +271,8 @@ def _cases() -> Iterator[Case]:
 
 
 SPEC = KernelSpec(
-    op=fp8_linear, reference=fp8_linear_reference, default=fp8_kernels.default_config,
-    candidates=fp8_kernels.candidates, inputs=_inputs, tolerance=5e-3, grows="T",
+    op=fp8_linear, reference=fp8_linear_reference, default=default_config,
+    candidates=candidates, inputs=_inputs, tolerance=5e-3, grows="T",
     scratch=_scratch, launches=_launches, cases=tuple(_cases()),
     bytes_moved=lambda c: c["N"] * c["K"] + 2 * c["T"] * (c["K"] + c["N"]),
     flops=lambda c: 2 * c["T"] * c["N"] * c["K"],

@@ -9,9 +9,10 @@ from __future__ import annotations
 import torch
 
 from ftkernels import backend, check
-from ftkernels.linear import fp8_kernels
-from ftkernels.linear.fp8_kernels import BLOCK, Rows
+from ftkernels.linear import fp8_product
+from ftkernels.linear.fp8_kernels import BLOCK, candidates, default_config
 from ftkernels.linear.fp8_linear import widen_weight
+from ftkernels.linear.fp8_product import Rows
 from ftkernels.linear.linear import batched_matmul_rows, check_path, wide
 from ftkernels.spec import Case, Inputs, KernelSpec
 from ftkernels.testing import randn
@@ -49,14 +50,14 @@ def grouped_linear(
     op = "grouped_linear"
     dtype = _checked(x, weight, weight_scale, path, out_dtype, out)
     if scratch is not None:
-        size = 0 if weight_scale is None else fp8_kernels.rows_bytes(Rows(x), weight, path)
+        size = 0 if weight_scale is None else fp8_product.rows_bytes(Rows(x), weight, path)
         check.scratch(op, scratch, size, x, (("x", x), ("out", out)))
     if weight_scale is None or not weight.numel() or backend.use_reference(x):
         return _product(x, weight, weight_scale, path, dtype, out)
     if out is None:
         out = check.output(op, None, (x.shape[0], *weight.shape[:2]), like=x, dtype=dtype)
     if out.numel():
-        fp8_kernels.multiply(op, Rows(x), weight, weight_scale, path, out, scratch)
+        fp8_product.multiply(op, Rows(x), weight, weight_scale, path, out, scratch)
     return out
 
 
@@ -121,12 +122,12 @@ def _inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
 
 
 def _scratch(*, T: int, G: int, R: int, K: int) -> int:
-    return fp8_kernels.num_bytes(T, G, R, K, item=0, gemv=True, gemm=False)
+    return fp8_product.num_bytes(T, G, R, K, item=0, gemv=True, gemm=False)
 
 
 SPEC = KernelSpec(
     op=grouped_linear, reference=grouped_linear_reference, inputs=_inputs, tolerance=5e-3,
-    default=fp8_kernels.default_config, candidates=fp8_kernels.candidates, grows="T",
+    default=default_config, candidates=candidates, grows="T",
     scratch=_scratch,
     cases=(
         {"name": "small", "T": 3, "G": 3, "R": 50, "K": 130},

@@ -1,4 +1,13 @@
-"""``fp8_linear`` against fp64 products of the operands it promises to multiply."""
+"""``fp8_linear`` against fp64 products of the operands it promises to multiply.
+
+Mutants run, each noticed: the scale of the next block of rows or of channels, a row's scale left
+out, code 0 or 255 decoded as any other, a split added twice or not at all, counters left, half of
+the slices, splits cut by one more, SwiGLU with the gate clamped below, with up unclamped below, the
+halves exchanged, its result or the norm's unrounded, the norm without eps, without weight, over the
+first 1024 channels or by the padded width, quantization without rounding, with half the scale or
+another floor, columns past the end, weight tiles in another order, the first 64 rows for all,
+too little scratch of either kind, fp32 rows multiplied in bf16.
+"""
 
 from __future__ import annotations
 
@@ -157,6 +166,18 @@ def test_each_code_of_a_scale(path):
     w_scale[0, 0] = 255
     out = fp8_linear((x_fp8, x_scale), w_fp8, w_scale, out_dtype=FP32, path=path)
     assert out.isnan().all()
+
+
+@each_path
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+def test_rows_of_any_magnitude(dtype, path):
+    """Also below 1e-4, where a group's magnitude has its floor."""
+    codes, scale, matrix = fp8_weight(20, 300)
+    sizes = torch.tensor([1e-9, 3e-7, 1e-5, 9e-5, 1e-4, 1.0, 1e10, 1e30])
+    x = (randn(8, 300) * sizes[:, None]).to(dtype)
+    x[4, :128] = 0.0
+    out = fp8_linear(x, codes, scale, out_dtype=FP32, path=path)
+    assert_product(out, quantized(x), matrix)
 
 
 @each_path

@@ -1,4 +1,8 @@
-"""``grouped_linear`` against fp64 products, group by group."""
+"""``grouped_linear`` against fp64 products, group by group.
+
+Mutants run, each noticed: scales by a row's place in its group, the first group's rows for all,
+groups of a weight taken as if they lay without gaps.
+"""
 
 from __future__ import annotations
 
