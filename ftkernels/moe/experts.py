@@ -50,7 +50,7 @@ class Experts:
     def plain(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Weights and scales in the checkpoint's order."""
         if self.packed and self.scale is not None:
-            return unpack_fp4_reference(self.weight, self.scale, gated=self.gated)
+            return unpack_fp4_reference(self.weight.contiguous(), self.scale, gated=self.gated)
         return self.weight, self.scale
 
     def arguments(self) -> tuple[torch.Tensor | int, ...]:
@@ -118,10 +118,8 @@ def check_options(
         activation in ("fp8", "bf16"),
         lambda: f"{op}: activation is {activation!r}, expected 'fp8' or 'bf16'",
     )
-    check.require(
-        swiglu_limit is None or swiglu_limit >= 0,
-        lambda: f"{op}: swiglu_limit is {swiglu_limit}, expected None or >= 0",
-    )
+    if swiglu_limit not in (None, float("inf")):
+        check.number(op, "swiglu_limit", swiglu_limit, 0)
     check.require(
         swiglu_limit is None or experts.num_rows % 2 == 0,
         lambda: f"{op}: weight is {tuple(experts.weight.shape)}, expected gate and up rows",

@@ -296,13 +296,20 @@ def tile_products(
     rows = offs_n
     if not EVEN:
         rows = tl.minimum(offs_n, N - 1)
-    if HALVES:
-        rows = (rows % 2) * (N // 2) + rows // 2
+    rows = matrix_rows(rows, N, HALVES)
     acc = tl.zeros((BLOCK_N, TILE_X) if FIRST else (TILE_X, BLOCK_N), tl.float32)
     return expert_products(
         acc, x_ptrs, sx_ptrs, w_ptr, stride_wn, meta_ptr, stride_mg, stride_mn, rows, N, K, first,
         last, LAYOUT, TAIL, WHOLE, FIRST, DTYPE, HAS_SCALE,
     )  # fmt: skip
+
+
+@triton.jit
+def matrix_rows(rows, N, IN_TURN: tl.constexpr):
+    """Rows of a matrix; IN_TURN: those that come at ``rows`` when its halves take turns."""
+    if IN_TURN:
+        rows = (rows % 2) * (N // 2) + rows // 2
+    return rows
 
 
 @triton.jit

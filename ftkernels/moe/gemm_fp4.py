@@ -35,6 +35,7 @@ from ftkernels.moe.experts import (
 )  # fmt: skip
 from ftkernels.moe.fp4_tiles import (
     activated_pair,
+    matrix_rows,
     quantized_group,
     route_rows,
     tile_products,
@@ -274,7 +275,8 @@ def out_topk(out: torch.Tensor) -> int:
 def out_arguments(out: torch.Tensor) -> tuple[torch.Tensor, int, int]:
     """A result with a row for each route: its strides over tokens and over a token's routes."""
     if out_topk(out) == 1:
-        return out, out.stride(-2), 0
+        # a dimension of one route may have any stride
+        return out, out.stride(0 if out.ndim == 2 or out.shape[1] == 1 else 1), 0
     return out, out.stride(0), out.stride(1)
 
 
@@ -354,7 +356,8 @@ def _moe_gemm_fp4_kernel(
     else:
         mask = live[:, None] & (offs_n < N)[None, :]
         out = (acc * weight).to(out_ptr.dtype.element_ty)
-        tl.store(out_rows + offs_n[None, :], out, mask=mask)
+        columns = matrix_rows(offs_n, N, INTERLEAVED)
+        tl.store(out_rows + columns[None, :], out, mask=mask)
 
 
 def expert_weights(

@@ -34,6 +34,7 @@ from ftkernels.moe.experts import (
 from ftkernels.moe.experts import scratch_bytes as quantized_bytes
 from ftkernels.moe.fp4_tiles import (
     activated_pair,
+    matrix_rows,
     quantized_group,
     route_rows,
     tile_products,
@@ -360,8 +361,9 @@ def _summed(ptrs, stride_split, mask, SPLITS: tl.constexpr):
 def _finish_routes(
     partial_ptr, ids_ptr, stride_it, slot_ptr, expert, rank, pid_f, route_weight_ptr, stride_rt,
     out_ptr, stride_ot, stride_ok, out_scale_ptr, stride_oc, N, T, limit,
-    BLOCK_F: tl.constexpr, SPLITS: tl.constexpr, GATED: tl.constexpr, ROUNDED: tl.constexpr,
-    TOPK: tl.constexpr, OUT_TOPK: tl.constexpr, BLOCK_R: tl.constexpr, COLUMNS: tl.constexpr,
+    BLOCK_F: tl.constexpr, SPLITS: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
+    ROUNDED: tl.constexpr, TOPK: tl.constexpr, OUT_TOPK: tl.constexpr, BLOCK_R: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Sums, activation, weight and store of a tile of routes, eight at a time."""
     for first in range(0, COLUMNS, 8):
@@ -389,7 +391,8 @@ def _finish_routes(
             offs_n = pid_f * BLOCK_F + tl.arange(0, BLOCK_F)[:, None]
             mask = (offs_n < N) & live[None, :]
             out = _summed(column_ptrs + offs_n, N, mask, SPLITS) * weight
-            tl.store(out_ptrs + offs_n, out.to(out_ptr.dtype.element_ty), mask=mask)
+            out_ptrs += matrix_rows(offs_n, N, INTERLEAVED)
+            tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -491,7 +494,7 @@ def _moe_gemv_fp4_kernel(
         _finish_routes(
             partial_ptr, ids_ptr, stride_it, slot_ptr, expert, rank, pid_n, route_weight_ptr,
             stride_rt, out_ptr, stride_ot, stride_ok, out_scale_ptr, stride_oc, N, T, limit,
-            BLOCK_F, SPLITS, GATED, ROUNDED, TOPK, OUT_TOPK, BLOCK_R, COLUMNS,
+            BLOCK_F, SPLITS, GATED, INTERLEAVED, ROUNDED, TOPK, OUT_TOPK, BLOCK_R, COLUMNS,
         )  # fmt: skip
     else:
         pid_f = pid_n // (BLOCK_F // BLOCK_N)
@@ -502,7 +505,7 @@ def _moe_gemv_fp4_kernel(
             _finish_routes(
                 partial_ptr, ids_ptr, stride_it, slot_ptr, expert, rank, pid_f, route_weight_ptr,
                 stride_rt, out_ptr, stride_ot, stride_ok, out_scale_ptr, stride_oc, N, T, limit,
-                BLOCK_F, SPLITS, GATED, ROUNDED, TOPK, OUT_TOPK, BLOCK_R, COLUMNS,
+                BLOCK_F, SPLITS, GATED, INTERLEAVED, ROUNDED, TOPK, OUT_TOPK, BLOCK_R, COLUMNS,
             )  # fmt: skip
 
 

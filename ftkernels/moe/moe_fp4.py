@@ -90,7 +90,8 @@ def moe_fp4(
         return _reference(call, out)
     num_tokens, topk = topk_ids.shape
     size = {"T": num_tokens, "topk": topk, "I": call.w2.k, "C": call.w13.k}
-    num_bytes = _scratch(**size, E=call.num_experts, bytes=call.out_dtype.itemsize)
+    itemsize = max(call.hidden_dtype.itemsize, call.out_dtype.itemsize)
+    num_bytes = _scratch(**size, E=call.num_experts, bytes=itemsize)
     others = (("x", x), ("out", out), ("routed_out", routed_out), ("shared", shared))
     scratch = check.scratch("moe_fp4", scratch, num_bytes, x, others)
     if out is None and routed_out is None:
