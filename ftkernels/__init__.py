@@ -22,6 +22,7 @@ from ftkernels.linear.embed import embed, embed_reference
 from ftkernels.linear.fp8_linear import fp8_linear, fp8_linear_reference
 from ftkernels.linear.grouped_linear import grouped_linear, grouped_linear_reference
 from ftkernels.linear.linear import linear, linear_reference
+from ftkernels.linear.mixed_linear import mixed_linear, mixed_linear_reference
 from ftkernels.mhc.head import hc_head, hc_head_reference
 from ftkernels.mhc.post import hc_post, hc_post_reference
 from ftkernels.mhc.post_pre import hc_post_pre, hc_post_pre_reference
@@ -73,7 +74,8 @@ __all__ = [
     "hc_pre_reference", "index_query", "index_query_reference", "index_select",
     "index_select_reference", "library", "linear", "linear_reference", "load_kv",
     "load_kv_reference",
-    "merge_splits", "merge_splits_reference", "mla_decode", "mla_decode_reference", "mla_prefill",
+    "merge_splits", "merge_splits_reference", "mixed_linear", "mixed_linear_reference",
+    "mla_decode", "mla_decode_reference", "mla_prefill",
     "mla_prefill_reference", "moe_align", "moe_align_reference", "moe_combine",
     "moe_combine_reference", "moe_fp4", "moe_fp4_reference", "moe_gemm_fp4",
     "moe_gemm_fp4_reference", "moe_gemv_fp4", "moe_gemv_fp4_reference", "pack_fp4",

@@ -66,6 +66,7 @@ MODULES = (
     "quant.act_quant", "quant.weight_quant", "quant.round_trip", "quant.pack", "quant.hadamard",
     "norm.rms_norm", "rope.rope",
     "linear.embed", "linear.linear", "linear.fp8_linear", "linear.grouped_linear",
+    "linear.mixed_linear",
     "moe.router", "moe.hash_router", "moe.gate", "moe.align", "moe.gemm_fp4", "moe.gemv_fp4",
     "moe.swiglu", "moe.combine", "moe.moe_fp4",
     "attention.kv_store", "attention.compressor", "attention.indexer", "attention.prefill",

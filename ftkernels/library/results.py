@@ -97,6 +97,9 @@ RESULTS: Mapping[str, Forms] = {
     ),
     "linear": lambda a: (((a.x.shape[0], a.weight.shape[0]), a.out_dtype or a.x.dtype),),
     "fp8_linear": lambda a: (((a.x.shape[0], a.weight.shape[0]), a.out_dtype),),
+    "mixed_linear": lambda a: (
+        ((a.x.shape[0], a.weight.shape[0]), a.out_dtype), ((a.x.shape[0], a.dense.shape[0]), _FP32),
+    ),
     "grouped_linear": lambda a: (
         ((a.x.shape[0], *a.weight.shape[:2]), a.out_dtype or a.x.dtype),
     ),

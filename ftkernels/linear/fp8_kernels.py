@@ -56,9 +56,7 @@ def default_config(key: Case) -> LinearConfig:
             return LinearConfig(32, 32, 32, 4, 1)
         if key["K"] % BLOCK:
             return LinearConfig(32, 32, 32, 4, 1)
-        blocks = triton.cdiv(key["T"], 128) * triton.cdiv(key["N"], 128) * key["G"]
-        # a short prompt has few large tiles, and four times as many small ones
-        return LinearConfig(64, 64, 64, 4, 4) if blocks <= 64 else LinearConfig(128, 128, 32, 8, 3)
+        return LinearConfig(128, 128, 32, 8, 3)
     slices = num_slices(key["K"])
     # enough blocks to keep two on each of 128 SMs busy, and none that does little else than start
     blocks = triton.cdiv(key["G"] * key["N"], 32) * triton.cdiv(key["K"], slices * BLOCK)
@@ -81,10 +79,10 @@ def candidates(key: Case, target: Target) -> Iterable[LinearConfig]:
                     for stages in (2, 3):
                         yield LinearConfig(block_t, block_n, tiles, slices, stages)
     else:
-        for block_t, block_n, warps in ((64, 64, 4), (64, 128, 4), (64, 128, 8), (128, 128, 8)):
+        for block_t, warps in ((64, 4), (64, 8), (128, 8)):
             for tiles in (8, 32):
-                for stages in (2, 3, 4):
-                    yield LinearConfig(block_t, block_n, tiles, warps, stages)
+                for stages in (2, 3):
+                    yield LinearConfig(block_t, 128, tiles, warps, stages)
 
 
 def num_slices(k: int) -> int:
@@ -233,7 +231,8 @@ def _add_splits(
 
 
 @triton.jit
-def gemv_kernel(
+def gemv_block(
+    tile_t, tiles_t, chunk, split,
     x_ptr, stride_xt, stride_xg,  # [T, G, K] or [T, G, 2*K]
     x_scale_ptr, stride_st,  # [T, ceil(K/128)]
     weight_ptr, stride_wg, stride_wr,  # [G, R, K]
@@ -247,9 +246,9 @@ def gemv_kernel(
     EVEN_K: tl.constexpr, ROW_SCALES: tl.constexpr, BLOCK_T: tl.constexpr, LIVE_T: tl.constexpr,
     BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    split = tl.program_id(2)
-    group, first = tl.program_id(1) // chunks, tl.program_id(1) % chunks * (TILES * BLOCK_N)
-    tokens = tl.program_id(0) * BLOCK_T + tl.arange(0, LIVE_T)
+    """Tile ``tile_t`` of the rows times chunk ``chunk`` of the weight, over one split of K."""
+    group, first = chunk // chunks, chunk % chunks * (TILES * BLOCK_N)
+    tokens = tile_t * BLOCK_T + tl.arange(0, LIVE_T)
     live = tokens < T
     columns = split * SLICES + tl.arange(0, SLICES)
     k = columns[:, None, None] * 128 + tl.arange(0, 128)[None, None, :]
@@ -268,7 +267,7 @@ def gemv_kernel(
         code = tl.load(ptrs, mask=mask_s, other=0).to(tl.int32)
     x = tl.permute(_repeated(x, BLOCK_T), (0, 2, 1))
     factor = tl.permute(_repeated(tl_ue8m0_decode(code)[:, :, None], BLOCK_T), (0, 2, 1))
-    offs_t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    offs_t = tile_t * BLOCK_T + tl.arange(0, BLOCK_T)
     # columns past LIVE_T repeat others, and T is not past it
     mask_t = offs_t < T
     sums_ptr += group * R
@@ -300,13 +299,37 @@ def gemv_kernel(
     if SPLITS > 1:
         # all threads' sums are in memory before the split counts as finished
         tl.debug_barrier()
-        counter = counters_ptr + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+        counter = counters_ptr + chunk * tiles_t + tile_t
         if tl.atomic_add(counter, 1, sem="acq_rel") == SPLITS - 1:
             tl.store(counter, 0)
             _add_splits(
                 sums_ptr, stride_us, stride_ut, out_ptr, stride_ot, tokens, live, first, R,
                 SPLITS, TILES * BLOCK_N,
             )  # fmt: skip
+
+
+@triton.jit
+def gemv_kernel(
+    x_ptr, stride_xt, stride_xg,  # [T, G, K] or [T, G, 2*K]
+    x_scale_ptr, stride_st,  # [T, ceil(K/128)]
+    weight_ptr, stride_wg, stride_wr,  # [G, R, K]
+    scale_ptr, stride_s,  # [ceil(G*R/128), ceil(K/128)]
+    out_ptr, stride_ot, stride_og,  # [T, G, R]
+    counters_ptr,  # [G*chunks, token tiles]
+    sums_ptr, stride_us, stride_ut,  # [SPLITS, T, G*R]
+    T, R, K, chunks, norm_ptr, eps, limit,
+    NORM: tl.constexpr, SWIGLU: tl.constexpr, QUANTIZE: tl.constexpr, DTYPE: tl.constexpr,
+    SCALED: tl.constexpr, SPLITS: tl.constexpr, SLICES: tl.constexpr, TILES: tl.constexpr,
+    EVEN_K: tl.constexpr, ROW_SCALES: tl.constexpr, BLOCK_T: tl.constexpr, LIVE_T: tl.constexpr,
+    BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    gemv_block(
+        tl.program_id(0), tl.num_programs(0), tl.program_id(1), tl.program_id(2),
+        x_ptr, stride_xt, stride_xg, x_scale_ptr, stride_st, weight_ptr, stride_wg, stride_wr,
+        scale_ptr, stride_s, out_ptr, stride_ot, stride_og, counters_ptr, sums_ptr, stride_us,
+        stride_ut, T, R, K, chunks, norm_ptr, eps, limit, NORM, SWIGLU, QUANTIZE, DTYPE, SCALED,
+        SPLITS, SLICES, TILES, EVEN_K, ROW_SCALES, BLOCK_T, LIVE_T, BLOCK_N, STAGES,
+    )  # fmt: skip
 
 
 @triton.jit

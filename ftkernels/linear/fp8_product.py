@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import triton
@@ -131,9 +132,20 @@ def _gemv(
     op: str, key: Case, rows: Rows, weight: torch.Tensor, scale: torch.Tensor, out: torch.Tensor,
     scratch: torch.Tensor,
 ) -> None:  # fmt: skip
+    cfg = config.lookup(op, {**key, "T": out.shape[0]}, default_config, grows="T")
+    grid, arguments, constants = gemv_call(op, cfg, rows, weight, scale, out, scratch)
+    gemv_kernel[grid](
+        *arguments, **constants, num_warps=num_slices(weight.shape[2]), maxnreg=255
+    )
+
+
+def gemv_call(
+    op: str, cfg: LinearConfig, rows: Rows, weight: torch.Tensor, scale: torch.Tensor,
+    out: torch.Tensor, scratch: torch.Tensor,
+) -> tuple[tuple[int, int, int], tuple[Any, ...], dict[str, Any]]:  # fmt: skip
+    """Grid ``(row tiles, weight chunks, splits)``, arguments and constexprs of `gemv_block`."""
     count, groups, n = out.shape
     k, splits = weight.shape[2], num_splits(weight.shape[2])
-    cfg = config.lookup(op, {**key, "T": count}, default_config, grows="T")
     block_n = cfg.block_n * cfg.tiles
     chunks, tiles_t = triton.cdiv(n, block_n), triton.cdiv(count, cfg.block_t)
     if tiles_t * groups * chunks > _NUM_COUNTERS:
@@ -141,7 +153,8 @@ def _gemv(
             f"{op}: weight is {tuple(weight.shape)}, expected at most "
             f"{_NUM_COUNTERS * block_n // tiles_t} rows"
         )
-    gemv_kernel[(tiles_t, groups * chunks, splits)](
+    prologue = _prologue(rows)
+    arguments = (
         rows.x, rows.x.stride(0), rows.x.stride(1),
         rows.scale, 0 if rows.scale is None else rows.scale.stride(0),
         weight, weight.stride(0), weight.stride(1),
@@ -151,13 +164,17 @@ def _gemv(
         scratch[COUNTER_BYTES:][: 4 * splits * count * groups * n].view(torch.float32),
         count * groups * n, groups * n,
         count, n, k, chunks,
-        **_prologue(rows), SCALED=rows.scale is not None,
-        SPLITS=splits, SLICES=num_slices(k), TILES=cfg.tiles,
-        EVEN_K=k % (num_slices(k) * BLOCK) == 0, ROW_SCALES=groups > 1 and n % cfg.block_n != 0,
-        BLOCK_T=cfg.block_t, LIVE_T=min(cfg.block_t, triton.next_power_of_2(count)),
-        BLOCK_N=cfg.block_n, STAGES=cfg.num_stages,
-        num_warps=num_slices(k), maxnreg=255,
+        prologue.pop("norm_ptr"), prologue.pop("eps"), prologue.pop("limit"),
     )  # fmt: skip
+    constants = {
+        **prologue, "SCALED": rows.scale is not None,
+        "SPLITS": splits, "SLICES": num_slices(k), "TILES": cfg.tiles,
+        "EVEN_K": k % (num_slices(k) * BLOCK) == 0,
+        "ROW_SCALES": groups > 1 and n % cfg.block_n != 0,
+        "BLOCK_T": cfg.block_t, "LIVE_T": min(cfg.block_t, triton.next_power_of_2(count)),
+        "BLOCK_N": cfg.block_n, "STAGES": cfg.num_stages,
+    }  # fmt: skip
+    return (tiles_t, groups * chunks, splits), arguments, constants
 
 
 def _prepare(rows: Rows, k: int, scratch: torch.Tensor) -> Rows:

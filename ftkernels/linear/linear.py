@@ -19,17 +19,18 @@ from ftkernels.linear.products import (
     block_tile,
     candidates,
     default_config,
-    gemv_tile,
+    gemv_block,
+    gemv_call,
     is_even,
     is_gemv,
-    is_last,
     operand_type,
     product_key,
+    sums_bytes,
 )  # fmt: skip
 from ftkernels.spec import COUNTER_BYTES, Case, Inputs, KernelSpec
 from ftkernels.testing import randn
 
-_WEIGHTS = (torch.bfloat16, torch.float32)
+WEIGHTS = (torch.bfloat16, torch.float32)
 _MIN_ROWS = 4
 
 
@@ -97,7 +98,7 @@ def _checked(
 def check_operands(op: str, x: torch.Tensor, weight: torch.Tensor, path: str | None) -> None:
     """The refusals that all fp32 products of ``x [T, K]`` and ``weight [N, K]`` share."""
     check.tensor(op, "x", x, check.FLOATS, (None, None), "[T, K]")
-    check.matrix(op, "weight", weight, _WEIGHTS, (None, x.shape[1]), "[N, K]", x)
+    check.matrix(op, "weight", weight, WEIGHTS, (None, x.shape[1]), "[N, K]", x)
     check_path(op, path)
 
 
@@ -166,41 +167,30 @@ def batched_matmul_rows(
 
 
 def _scratch(*, T: int, N: int, K: int) -> int:
-    """Counters, then the sums of every split; none where K is not split."""
-    splits = Pieces.of(N, K).splits
-    return COUNTER_BYTES + (4 * min(T, MAX_ROWS) * N * splits if splits > 1 else 0)
+    """Counters, then the sums of every split."""
+    return COUNTER_BYTES + sums_bytes(min(T, MAX_ROWS), N, K)
 
 
 def _launch(
     x: torch.Tensor, weight: torch.Tensor, gemv: bool, out: torch.Tensor,
     scratch: torch.Tensor | None,
 ) -> None:  # fmt: skip
-    num_tokens, width = x.shape
-    num_outputs = weight.shape[0]
     cfg = config.lookup("linear", product_key(x, weight, gemv), default_config, grows="T")
+    launch = {"num_warps": cfg.num_warps, "num_stages": cfg.num_stages}
+    if gemv:
+        if Pieces.of(*weight.shape).splits > 1:
+            num_bytes = _scratch(T=x.shape[0], N=weight.shape[0], K=x.shape[1])
+            scratch = check.scratch("linear", scratch, num_bytes, x)
+        grid, arguments, constants = gemv_call(cfg, x, weight, out, scratch)
+        _linear_gemv_kernel[grid](*arguments, **constants, **launch)
+        return
+    (num_tokens, width), num_outputs = x.shape, weight.shape[0]
     tiles = triton.cdiv(num_tokens, cfg.block_t), triton.cdiv(num_outputs, cfg.block_n)
-    common = dict(
-        BLOCK_T=cfg.block_t, BLOCK_N=cfg.block_n, BLOCK_K=cfg.block_k,
-        DTYPE=operand_type(x, weight), num_warps=cfg.num_warps, num_stages=cfg.num_stages,
-    )  # fmt: skip
-    arguments = (
+    _linear_gemm_kernel[tiles](
         x, x.stride(0), weight, weight.stride(0), weight.stride(1), out, out.stride(0),
         num_tokens, num_outputs, width,
-    )  # fmt: skip
-    if not gemv:
-        _linear_gemm_kernel[tiles](*arguments, EVEN_K=is_even(width, None, cfg), **common)
-        return
-    pieces = Pieces.of(num_outputs, width)
-    counters = partial = None
-    if pieces.splits > 1:
-        num_bytes = _scratch(T=num_tokens, N=num_outputs, K=width)
-        scratch = check.scratch("linear", scratch, num_bytes, x)
-        counters = scratch[:COUNTER_BYTES].view(torch.int32)
-        partial = scratch[COUNTER_BYTES:num_bytes].view(torch.float32)
-    _linear_gemv_kernel[tiles[1], tiles[0], pieces.splits](
-        *arguments, counters, partial,
-        EVEN_K=is_even(width, pieces, cfg),
-        SPLITS=pieces.splits, SLICES=pieces.slices, SIZE=pieces.size, **common,
+        BLOCK_T=cfg.block_t, BLOCK_N=cfg.block_n, BLOCK_K=cfg.block_k,
+        EVEN_K=is_even(width, None, cfg), DTYPE=operand_type(x, weight), **launch,
     )  # fmt: skip
 
 
@@ -235,27 +225,11 @@ def _linear_gemv_kernel(
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr,
     SPLITS: tl.constexpr, SLICES: tl.constexpr, SIZE: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    pid_n, pid_t, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    offs_t = pid_t * BLOCK_T + tl.arange(0, BLOCK_T)
-    offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    acc = gemv_tile(
-        x_ptr, stride_xt, w_ptr, stride_wn, stride_wk, offs_t, offs_n, split, T, N, K,
-        BLOCK_T, BLOCK_N, BLOCK_K, EVEN_K, SLICES, SIZE, DTYPE,
+    gemv_block(
+        tl.program_id(0), tl.num_programs(0), tl.program_id(1), tl.program_id(2),
+        x_ptr, stride_xt, w_ptr, stride_wn, stride_wk, out_ptr, stride_ot, T, N, K,
+        counters_ptr, partial_ptr, BLOCK_T, BLOCK_N, BLOCK_K, EVEN_K, SPLITS, SLICES, SIZE, DTYPE,
     )  # fmt: skip
-    mask = (offs_n < N)[:, None] & (offs_t < T)[None, :]
-    out_ptrs = out_ptr + (offs_t.to(tl.int64) * stride_ot)[None, :] + offs_n[:, None]
-    if SPLITS == 1:
-        tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=mask)
-    else:
-        partial_ptrs = partial_ptr + offs_n[:, None]
-        rows = (split * T + offs_t).to(tl.int64) * N
-        tl.store(partial_ptrs + rows[None, :], acc, mask=mask)
-        if is_last(counters_ptr + pid_t * tl.num_programs(0) + pid_n, SPLITS):
-            total = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
-            for s in tl.static_range(SPLITS):
-                ptrs = partial_ptrs + ((s * T + offs_t).to(tl.int64) * N)[None, :]
-                total += tl.load(ptrs, mask=mask, other=0.0, cache_modifier=".cg")
-            tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 def _inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from ftkernels import backend  # noqa: F401  (first: it fixes interpretation)
-from ftkernels.spec import Case
+from ftkernels.spec import COUNTER_BYTES, Case
 from ftkernels.target import Target
 
 GEMV_ROWS = 64
@@ -123,6 +123,41 @@ def operand_type(x: torch.Tensor, weight: torch.Tensor) -> Any:
     return tl.bfloat16 if x.dtype == weight.dtype == torch.bfloat16 else tl.float32
 
 
+def sums_bytes(num_rows: int, num_outputs: int, width: int) -> int:
+    """Scratch of the path "gemv" behind the counters; none where K is not split."""
+    splits = Pieces.of(num_outputs, width).splits
+    return 4 * num_rows * num_outputs * splits if splits > 1 else 0
+
+
+def gemv_call(
+    cfg: ProductConfig, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor,
+    scratch: torch.Tensor | None, counters: int = 0, first_byte: int = COUNTER_BYTES,
+) -> tuple[tuple[int, int, int], tuple[Any, ...], dict[str, Any]]:  # fmt: skip
+    """Grid ``(weight tiles, row tiles, splits)``, arguments and constexprs of `gemv_block`.
+
+    ``scratch`` is free from the given counter and byte on; None where K is not split.
+    """
+    (num_tokens, width), num_outputs = x.shape, weight.shape[0]
+    pieces, free, sums = Pieces.of(num_outputs, width), None, None
+    if scratch is not None:
+        free = scratch[:COUNTER_BYTES].view(torch.int32)[counters:]
+        sums = scratch[first_byte:][: sums_bytes(num_tokens, num_outputs, width)]
+        sums = sums.view(torch.float32)
+    grid = (
+        triton.cdiv(num_outputs, cfg.block_n), triton.cdiv(num_tokens, cfg.block_t), pieces.splits
+    )  # fmt: skip
+    arguments = (
+        x, x.stride(0), weight, weight.stride(0), weight.stride(1), out, out.stride(0),
+        num_tokens, num_outputs, width, free, sums,
+    )  # fmt: skip
+    constants = {
+        "BLOCK_T": cfg.block_t, "BLOCK_N": cfg.block_n, "BLOCK_K": cfg.block_k,
+        "EVEN_K": is_even(width, pieces, cfg), "SPLITS": pieces.splits, "SLICES": pieces.slices,
+        "SIZE": pieces.size, "DTYPE": operand_type(x, weight),
+    }  # fmt: skip
+    return grid, arguments, constants
+
+
 @triton.jit
 def block_tile(
     a_ptr, stride_ar, stride_ak, offs_a, num_a, b_ptr, stride_br, stride_bk, offs_b, num_b, K,
@@ -197,3 +232,38 @@ def is_last(counter_ptr, count):
     if last:
         tl.store(counter_ptr, 0)
     return last
+
+
+@triton.jit
+def gemv_block(
+    pid_n, tiles_n, pid_t, split,
+    x_ptr, stride_xt,  # [T, K]
+    w_ptr, stride_wn, stride_wk,  # [N, K]
+    out_ptr, stride_ot,  # [T, N]
+    T, N, K,
+    counters_ptr,  # [row tiles, weight tiles]
+    partial_ptr,  # [SPLITS, T, N]
+    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr,
+    SPLITS: tl.constexpr, SLICES: tl.constexpr, SIZE: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """One split of one tile of ``out``; the last of its splits adds them all, in order."""
+    offs_t = pid_t * BLOCK_T + tl.arange(0, BLOCK_T)
+    offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    acc = gemv_tile(
+        x_ptr, stride_xt, w_ptr, stride_wn, stride_wk, offs_t, offs_n, split, T, N, K,
+        BLOCK_T, BLOCK_N, BLOCK_K, EVEN_K, SLICES, SIZE, DTYPE,
+    )  # fmt: skip
+    mask = (offs_n < N)[:, None] & (offs_t < T)[None, :]
+    out_ptrs = out_ptr + (offs_t.to(tl.int64) * stride_ot)[None, :] + offs_n[:, None]
+    if SPLITS == 1:
+        tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=mask)
+    else:
+        partial_ptrs = partial_ptr + offs_n[:, None]
+        rows = (split * T + offs_t).to(tl.int64) * N
+        tl.store(partial_ptrs + rows[None, :], acc, mask=mask)
+        if is_last(counters_ptr + pid_t * tiles_n + pid_n, SPLITS):
+            total = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
+            for s in tl.static_range(SPLITS):
+                ptrs = partial_ptrs + ((s * T + offs_t).to(tl.int64) * N)[None, :]
+                total += tl.load(ptrs, mask=mask, other=0.0, cache_modifier=".cg")
+            tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=mask)
