@@ -56,7 +56,9 @@ def default_config(key: Case) -> LinearConfig:
             return LinearConfig(32, 32, 32, 4, 1)
         if key["K"] % BLOCK:
             return LinearConfig(32, 32, 32, 4, 1)
-        return LinearConfig(128, 128, 32, 8, 3)
+        blocks = triton.cdiv(key["T"], 128) * triton.cdiv(key["N"], 128) * key["G"]
+        # a short prompt has few large tiles, and four times as many small ones
+        return LinearConfig(64, 64, 64, 4, 4) if blocks <= 64 else LinearConfig(128, 128, 32, 8, 3)
     slices = num_slices(key["K"])
     # enough blocks to keep two on each of 128 SMs busy, and none that does little else than start
     blocks = triton.cdiv(key["G"] * key["N"], 32) * triton.cdiv(key["K"], slices * BLOCK)
@@ -79,10 +81,10 @@ def candidates(key: Case, target: Target) -> Iterable[LinearConfig]:
                     for stages in (2, 3):
                         yield LinearConfig(block_t, block_n, tiles, slices, stages)
     else:
-        for block_t, warps in ((64, 4), (64, 8), (128, 8)):
+        for block_t, block_n, warps in ((64, 64, 4), (64, 128, 4), (64, 128, 8), (128, 128, 8)):
             for tiles in (8, 32):
-                for stages in (2, 3):
-                    yield LinearConfig(block_t, 128, tiles, warps, stages)
+                for stages in (2, 3, 4):
+                    yield LinearConfig(block_t, block_n, tiles, warps, stages)
 
 
 def num_slices(k: int) -> int:

@@ -262,6 +262,9 @@ def _cases() -> Iterator[Case]:
         for tokens in (1, 64, 3456):
             name = f"flash-latent-{form}-t{tokens}"
             yield {"name": name, "T": tokens, "N": 1536, "K": 4096, "form": form}
+    for form in ("quantized", "bf16"):
+        name = f"flash-latent-{form}-t128"
+        yield {"name": name, "T": 128, "N": 1536, "K": 4096, "form": form}
     yield {"name": "flash-index-t8", "T": 8, "N": 8192, "K": 1024, "form": "quantized"}
     for name, form, n, k in (
         ("latent", "quantized", 2048, 7168), ("wq_b", "norm", 65536, 1536),
