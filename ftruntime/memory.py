@@ -20,6 +20,12 @@ _FP8_SINGLE_ROW_PAGE_BYTES: Final = 592  # page strides are multiples of 16 byte
 _INDEX_SCRATCH_BYTES: Final = 64 << 20
 _COUNTER_BYTES: Final = 64 << 10
 _DECODE_BLOCKS: Final = 256  # of one sequence, each of them up to 16 heads
+# of the routed experts: sorted order, its padding, and the split sums of as many tokens as one
+# launch takes, of which few rows make many splits
+_ROUTE_BYTES: Final = 64
+_EXPERT_BYTES: Final = 1024
+_GEMV_TOKENS: Final = 64
+_SPLIT_ROWS: Final = 8192
 # matrices of which a rank holds its share; everything else is replicated
 _SHARDED: Final = (
     "embed.", "head.", ".attn.wq_b.", ".attn.wo_a.", ".attn.wo_b.", ".attn.attn_sink",
@@ -110,25 +116,36 @@ def activation_bytes(
 ) -> int:
     """Upper estimate of the tensors of one step.
 
-    A chunk keeps two copies of the streams, and of one sublayer at a time the larger of attention
-    (queries, output, group projections) and MoE (gate and up, activation, output of every route).
-    Decode rows add their logits twice. The scratch of the attention ops stands beside.
+    A chunk keeps two copies of the streams and its sublayer's input, and of one sublayer at a time
+    the larger of attention (queries, output, group projections) and the shared expert. Decode rows
+    add their logits twice. The scratch of the ops stands beside; the routed experts work in it.
     """
-    element = element_bytes(numerics)
-    streams = 2 * shape.hc_mult * shape.hidden_size
+    element, tokens = element_bytes(numerics), max(chunk_tokens, max_running)
+    streams = (2 * shape.hc_mult + 2) * shape.hidden_size
     attention = (
         2 * shape.num_attention_heads * shape.head_dim + shape.o_groups * shape.o_lora_rank
     ) // ranks + shape.index_n_heads * shape.index_head_dim
-    route = 3 * shape.moe_intermediate_size // ranks + shape.hidden_size
-    per_token = streams + max(attention, shape.num_experts_per_tok * route)
-    step = max(chunk_tokens, max_running) * per_token * element
+    shared = 3 * shape.moe_intermediate_size // ranks + shape.hidden_size
+    step = tokens * (streams + max(attention, shared)) * element
     logits = 2 * max_running * shape.vocab_size * _FP32
-    return step + logits + _scratch_bytes(shape, max_running=max_running, ranks=ranks)
+    scratch = scratch_bound(
+        shape, num_tokens=tokens, max_running=max_running, numerics=numerics, ranks=ranks
+    )
+    return step + logits + scratch
 
 
-def _scratch_bytes(shape: ModelConfig, *, max_running: int, ranks: int) -> int:
-    """Upper bound: row selection, or the split results of a decode step, whichever is larger."""
+def scratch_bound(
+    shape: ModelConfig, *, num_tokens: int, max_running: int, numerics: str, ranks: int
+) -> int:
+    """Upper bound of what any op takes as scratch: row selection, the split results of a decode
+    step, or gate and up, activation and output of every route of a step.
+    """
     heads = 8 if shape.num_attention_heads <= 8 * ranks else 16
-    decode = _DECODE_BLOCKS * heads * (shape.head_dim + 2) * _FP32
+    decode = max_running * _DECODE_BLOCKS * heads * (shape.head_dim + 2) * _FP32
     index = _INDEX_SCRATCH_BYTES if shape.num_layers_of(4) else 0
-    return max(index, _COUNTER_BYTES + max_running * decode)
+    inter, hidden = -(-shape.moe_intermediate_size // ranks), shape.hidden_size
+    topk = shape.num_experts_per_tok
+    route = (3 * inter + hidden) * element_bytes(numerics) + _ROUTE_BYTES
+    sums = _GEMV_TOKENS * topk * (2 * inter + hidden + _SPLIT_ROWS) * _FP32
+    routed = num_tokens * (topk * route + 2 * hidden) + shape.n_routed_experts * _EXPERT_BYTES
+    return _COUNTER_BYTES + max(index, decode, routed + sums)

@@ -156,6 +156,27 @@ def unpack_fp4_reference(
     return unpack_fp4(weight, meta, gated=gated, fold=fold, out=out)
 
 
+def foldable(scale: torch.Tensor) -> bool:
+    """Whether `pack_fp4` can fold these scales ``[..., N, K/32]``; reads them on the host."""
+    wide = scale.transpose(-1, -2).int()
+    return scale.is_meta or not bool(_out_of_range(*_fours(wide)).any())
+
+
+def _fours(codes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes ``[..., K/32, N]`` in fours, ``[..., ceil(K/128), 4, N]``, and the largest of each."""
+    tail = -codes.shape[-2] % FOLDED_GROUPS
+    if tail:
+        # a missing scale counts as the largest of its block
+        block = codes[..., -(codes.shape[-2] % FOLDED_GROUPS) :, :]
+        codes = torch.cat((codes, *[block.amax(-2, keepdim=True)] * tail), dim=-2)
+    fours = codes.unflatten(-2, (-1, FOLDED_GROUPS))
+    return fours, fours.amax(-2)
+
+
+def _out_of_range(fours: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
+    return (largest - fours.amin(-2) > MAX_OCTAVES) | (largest < LEAST_LARGEST_CODE)
+
+
 def _check_gated(op: str, name: str, x: torch.Tensor, num_rows: int, gated: bool) -> None:
     check.require(
         not gated or num_rows % 2 == 0,
@@ -196,17 +217,8 @@ def _deinterleave(x: torch.Tensor) -> torch.Tensor:
 
 def _fold(op: str, codes: torch.Tensor, gated: bool) -> torch.Tensor:
     """Scale codes `[..., K/32, N]` to metadata `[..., ceil(K/128), N]`."""
-    wide = codes.int()
-    tail = -wide.shape[-2] % FOLDED_GROUPS
-    if tail:
-        # a missing scale counts as the largest of its block
-        block = wide[..., -(wide.shape[-2] % FOLDED_GROUPS) :, :]
-        largest = block.amax(-2, keepdim=True)
-        wide = torch.cat((wide, *[largest] * tail), dim=-2)
-    fours = wide.unflatten(-2, (-1, FOLDED_GROUPS))
-    largest = fours.amax(-2)
-    spread = largest - fours.amin(-2)
-    _check_foldable(op, ((spread > MAX_OCTAVES) | (largest < LEAST_LARGEST_CODE)).any(-2), gated)
+    fours, largest = _fours(codes.int())
+    _check_foldable(op, _out_of_range(fours, largest).any(-2), gated)
     table = MAX_OCTAVES - (largest.unsqueeze(-2) - fours)
     shifts = torch.arange(0, 4 * FOLDED_GROUPS, 4, dtype=torch.int32, device=codes.device)
     folded = (table << shifts.unsqueeze(-1)).sum(-2, dtype=torch.int32)

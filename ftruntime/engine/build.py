@@ -18,9 +18,9 @@ from ftruntime.engine.loop import EngineLoop, MonotonicClock
 from ftruntime.engine.runner import BatchBuilder
 from ftruntime.facts import probe
 from ftruntime.kvcache.storage import KVStorage
-from ftruntime.model.attention import scratch_bytes
 from ftruntime.model.config import ModelConfig
 from ftruntime.model.numerics import Numerics
+from ftruntime.model.scratch import scratch_bytes
 from ftruntime.model.transformer import Transformer
 from ftruntime.plan import Plan, resolve
 from ftruntime.scheduler.scheduler import Scheduler
@@ -101,7 +101,7 @@ def _scratch(model: Transformer, plan: Plan) -> torch.Tensor | None:
         return None
     num_bytes = scratch_bytes(
         model.config, num_tokens=plan.chunk_tokens, num_seqs=plan.max_running,
-        max_positions=plan.max_model_len,
+        max_positions=plan.max_model_len, element_bytes=model.numerics.dtype.itemsize,
     )  # fmt: skip
     return torch.zeros(num_bytes, dtype=torch.uint8, device=model.device)
 

@@ -15,7 +15,7 @@ class BatchBuilder:
         num_rows: rows of the request table.
         max_pages: logical pages of the longest sequence.
         device: where batches go; the tables themselves stay on the host.
-        scratch: of the attention ops, handed to every batch.
+        scratch: of all ops, handed to every batch.
     """
 
     def __init__(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,9 +13,8 @@ from ftruntime.kvcache.storage import LayerKV
 from ftruntime.model.batch import ForwardBatch
 from ftruntime.model.compressor import Compressor, Indexer, Tables
 from ftruntime.model.config import ModelConfig
-from ftruntime.model.linear import Fp8Linear, Fp32Linear, columns
+from ftruntime.model.linear import Fp8Linear, Fp32Linear, Input, columns
 from ftruntime.model.numerics import Numerics
-from ftruntime.types import PAGE_TOKENS
 
 
 @dataclass(frozen=True)
@@ -50,11 +50,12 @@ class Attention:
             inner = indexer.compressor
             parts += [inner.wkv, inner.wgate, indexer.weights_proj]
         # matrices over the same input are one product: those in FP8, and those in fp32
-        latent = (weights.linears[f"{prefix}.wq_a"], weights.linears[f"{prefix}.wkv"])
+        latent = [weights.linears[f"{prefix}.{name}"] for name in ("wq_a", "wkv")]
+        ranked = [f"{prefix}.wq_b"] + ([f"{prefix}.indexer.wq_b"] if indexer else [])
         return Attention(
-            wq_a_wkv=Fp8Linear.stacked(*latent, numerics),
+            wq_a_wkv=Fp8Linear.stacked(latent, numerics),
             q_norm=t[f"{prefix}.q_norm.weight"],
-            wq_b=Fp8Linear.of(weights, f"{prefix}.wq_b", numerics),
+            wq_b=Fp8Linear.stacked([weights.linears[name] for name in ranked], numerics),
             kv_norm=t[f"{prefix}.kv_norm.weight"],
             wo_a=columns(output.weight.view(config.o_groups, config.o_lora_rank, -1)),
             wo_a_scale=output.scale,
@@ -67,59 +68,72 @@ class Attention:
         )  # fmt: skip
 
     def __call__(
-        self, x: torch.Tensor, batch: ForwardBatch, kv: LayerKV, tables: Tables
-    ) -> torch.Tensor:
-        """Normed input ``[T, C]`` to the sublayer's output ``[T, C]``."""
+        self, x: Input, batch: ForwardBatch, kv: LayerKV, tables: Tables
+    ) -> torch.Tensor:  # fmt: skip
+        """Normed input to the sublayer's output ``[T, C]``."""
         config, eps = self.config, self.config.rms_norm_eps
-        latent, row = self.wq_a_wkv(x, batch.path).split_with_sizes(
-            [config.q_lora_rank, config.head_dim], dim=1
-        )
-        q_rank = ftkernels.rms_norm(latent, self.q_norm, eps=eps)
-        q = self.wq_b(q_rank, batch.path).view(-1, config.num_attention_heads, config.head_dim)
-        q = ftkernels.rms_norm(q, None, eps=eps)
-        q = ftkernels.apply_rope(q, batch.positions, *tables, out=q)
-        ftkernels.store_kv(
-            row, kv.window, batch.slot_mapping, kv_format=kv.kv_format,
-            rope_dim=config.qk_rope_head_dim, round_trip=self.numerics.round_trips,
-            norm_weight=self.kv_norm, eps=eps, positions=batch.positions,
-            cos=tables[0], sin=tables[1],
-        )  # fmt: skip
-        picks = self._compress(x, q_rank, batch, kv, tables)
+        parts: Sequence[torch.Tensor] = ()
+        if self.projections is None:
+            latent = self.wq_a_wkv(x.operand, batch)
+        else:
+            latent, wide = self.wq_a_wkv.beside(self.projections, x, batch)
+            parts = wide.split_with_sizes(self.widths, dim=1)
+        latent, row = latent.split_with_sizes([config.q_lora_rank, config.head_dim], dim=1)
+        queries = self.wq_b(latent, batch, norm_weight=self.q_norm, eps=eps)
+        self._store(row, parts, batch, kv, tables)
+        width = config.num_attention_heads * config.head_dim
+        picks = None
+        if self.indexer is not None and kv.index is not None:
+            self.indexer.compressor(parts[2], parts[3], batch, kv.index, tables)
+            picks = self.indexer(queries[:, width:], parts[4], batch, kv.index, tables)
+        q = queries[:, :width].view(-1, config.num_attention_heads, config.head_dim)
         mixed = self._attend(q, batch, kv, picks, tables)
         grouped = ftkernels.grouped_linear(
             mixed.view(mixed.shape[0], config.o_groups, -1), self.wo_a,
-            weight_scale=self.wo_a_scale, path=batch.path,
+            weight_scale=self.wo_a_scale, path=batch.path, scratch=batch.scratch,
         )  # fmt: skip
-        return self.wo_b(grouped.reshape(mixed.shape[0], -1), batch.path)
+        return self.wo_b(grouped.reshape(mixed.shape[0], -1), batch)
 
-    def _compress(
-        self, x: torch.Tensor, q_rank: torch.Tensor, batch: ForwardBatch, kv: LayerKV,
+    def _store(
+        self, row: torch.Tensor, parts: Sequence[torch.Tensor], batch: ForwardBatch, kv: LayerKV,
         tables: Tables,
-    ) -> torch.Tensor | None:  # fmt: skip
-        """Append the rows that the new tokens close; the picks of a layer that selects."""
-        if self.projections is None or self.compressor is None or kv.compressed is None:
-            return None
-        parts = self.projections(x, batch.path).split_with_sizes(self.widths, dim=1)
-        self.compressor(parts[0], parts[1], batch, kv.compressed, tables)
-        if self.indexer is None or kv.index is None:
-            return None
-        self.indexer.compressor(parts[2], parts[3], batch, kv.index, tables)
-        return self.indexer(q_rank, parts[4], batch, kv.index, tables)
+    ) -> None:  # fmt: skip
+        """Window rows of the new tokens, and the compressed rows that they close."""
+        pool, compressor, eps = kv.compressed, self.compressor, self.config.rms_norm_eps
+        if compressor is None or pool is None:
+            ftkernels.store_kv(
+                row, kv.window, batch.slot_mapping, kv_format=kv.kv_format,
+                rope_dim=self.config.qk_rope_head_dim, round_trip=self.numerics.round_trips,
+                norm_weight=self.kv_norm, eps=eps, positions=batch.positions,
+                cos=tables[0], sin=tables[1],
+            )  # fmt: skip
+            return
+        ftkernels.append_kv(
+            row, kv.window, batch.slot_mapping, parts[0], parts[1], compressor.ape,
+            compressor.norm, pool.state, batch.state_index, pool.rows, batch.block_table,
+            batch.cu_seqlens, batch.seq_lens, compress_ratio=self.ratio,
+            row_norm_weight=self.kv_norm, positions=batch.positions, cos=tables[0], sin=tables[1],
+            eps=eps, round_trip=self.numerics.round_trips, kv_format=kv.kv_format,
+        )  # fmt: skip
 
     def _attend(
         self, q: torch.Tensor, batch: ForwardBatch, kv: LayerKV, picks: torch.Tensor | None,
         tables: Tables,
     ) -> torch.Tensor:  # fmt: skip
+        """Raw queries ``[T, H, D]`` to mixed rows, rotated back."""
         scale, rows = self.config.head_dim**-0.5, kv.compressed.rows if kv.compressed else None
-        block_table = batch.block_table if self.ratio else None
+        block_table, eps = batch.block_table if self.ratio else None, self.config.rms_norm_eps
         if batch.is_decode:
             out = ftkernels.mla_decode(
                 q, kv.window, batch.window_block_table, batch.seq_lens, softmax_scale=scale,
                 sink=self.sink, window=self.config.sliding_window, cmp_kv=rows,
                 block_table=block_table, compress_ratio=self.ratio, index_topk=picks,
-                kv_format=kv.kv_format, cos=tables[0], sin=tables[1], scratch=batch.scratch,
+                kv_format=kv.kv_format, cos=tables[0], sin=tables[1], q_norm_eps=eps,
+                scratch=batch.scratch,
             )  # fmt: skip
         else:
+            q = ftkernels.rms_norm(q, None, eps=eps)
+            q = ftkernels.apply_rope(q, batch.positions, *tables, out=q)
             out = ftkernels.mla_prefill(
                 q, kv.window, batch.window_block_table, batch.cu_seqlens, batch.seq_lens,
                 softmax_scale=scale, sink=self.sink, window=self.config.sliding_window,
@@ -128,28 +142,3 @@ class Attention:
             )  # fmt: skip
         assert isinstance(out, torch.Tensor)
         return out
-
-
-def scratch_bytes(
-    config: ModelConfig, *, num_tokens: int, num_seqs: int, max_positions: int
-) -> int:
-    """Scratch that serves the attention ops of any step, one after another.
-
-    Args:
-        num_tokens: most new tokens of a step.
-        num_seqs: most sequences of a decode step.
-        max_positions: length of the longest sequence.
-    """
-    sizes, pages = [0], -(-max_positions // PAGE_TOKENS)
-    for ratio in set(config.compress_ratios):
-        rows = pages * (PAGE_TOKENS // ratio) if ratio else 0
-        topk = config.index_topk if ratio == 4 else 0
-        mixed = ftkernels.scratch_bytes(
-            "mla_decode", S=num_seqs, H=config.num_attention_heads, D=config.head_dim,
-            topk=topk, rows=rows, window=config.sliding_window,
-        )  # fmt: skip
-        sizes.append(mixed)
-        if ratio == 4:
-            most = max(num_tokens, num_seqs)
-            sizes.append(ftkernels.scratch_bytes("index_select", T=most, rows=rows, topk=topk))
-    return max(sizes)

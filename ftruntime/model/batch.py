@@ -19,7 +19,7 @@ class ForwardBatch:
         window_block_table, block_table: ``[S, max_pages]`` int32 by logical page, -1 for none.
         state_index: ``[S]`` int32, carry row of each sequence.
         is_decode: one new token a sequence, attention by ``mla_decode``.
-        scratch: as ``attention.scratch_bytes`` says, zero at first; None where references run.
+        scratch: as ``scratch.scratch_bytes`` says, zero at first; None where references run.
     """
 
     token_ids: torch.Tensor

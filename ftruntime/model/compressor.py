@@ -11,11 +11,9 @@ from ftruntime.checkpoint.loader import Weights
 from ftruntime.kvcache.storage import CompressedPool
 from ftruntime.model.batch import ForwardBatch
 from ftruntime.model.config import ModelConfig
-from ftruntime.model.linear import Fp8Linear
 from ftruntime.model.numerics import Numerics
 
 Tables = tuple[torch.Tensor, torch.Tensor]
-INDEX_GROUP = 32
 
 
 @dataclass(frozen=True)
@@ -57,7 +55,6 @@ class Compressor:
 class Indexer:
     """Scores the index rows and picks the best for each new token."""
 
-    wq_b: Fp8Linear
     weights_proj: torch.Tensor
     compressor: Compressor
     config: ModelConfig
@@ -70,20 +67,20 @@ class Indexer:
         projection = weights.tensors[f"{prefix}.weights_proj.weight"].float() * factor
         store = "index" if numerics.round_trips else "raw"
         return Indexer(
-            Fp8Linear.of(weights, f"{prefix}.wq_b", numerics), projection,
-            Compressor.of(weights, f"{prefix}.compressor", 4, store, config), config, numerics,
+            projection, Compressor.of(weights, f"{prefix}.compressor", 4, store, config), config,
+            numerics,
         )  # fmt: skip
 
     def __call__(
-        self, q_rank: torch.Tensor, head_weights: torch.Tensor, batch: ForwardBatch,
+        self, q: torch.Tensor, head_weights: torch.Tensor, batch: ForwardBatch,
         pool: CompressedPool, tables: Tables,
     ) -> torch.Tensor:  # fmt: skip
-        """Query rank and head weights of the new tokens to picks ``[T, index_topk]``."""
+        """Projected queries and head weights of the new tokens to picks ``[T, index_topk]``."""
         config = self.config
-        q = self.wq_b(q_rank, batch.path).view(-1, config.index_n_heads, config.index_head_dim)
-        q = ftkernels.apply_rope(q, batch.positions, *tables, out=q)
-        if self.numerics.round_trips:
-            q = ftkernels.quant_round_trip(ftkernels.hadamard(q), fmt="fp4", group=INDEX_GROUP)
+        q = ftkernels.index_query(
+            q.view(-1, config.index_n_heads, config.index_head_dim), batch.positions,
+            *tables, round_trip=self.numerics.round_trips,
+        )  # fmt: skip
         return ftkernels.index_select(
             q, head_weights, pool.rows, batch.block_table, batch.cu_seqlens,
             batch.seq_lens, topk=config.index_topk, index_format=pool.kv_format,

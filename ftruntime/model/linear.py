@@ -2,13 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 import ftkernels
 from ftruntime.checkpoint.loader import LinearWeight, Weights
+from ftruntime.model.batch import ForwardBatch
 from ftruntime.model.numerics import Numerics
+
+Quantized = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Input:
+    """A sublayer's normed input: ``dense [T, C]``, and as ``quantize_fp8`` gives it where FP8
+    products read it."""
+
+    dense: torch.Tensor
+    fp8: Quantized | None
+
+    @staticmethod
+    def of(dense: torch.Tensor, fp8: Sequence[torch.Tensor]) -> Input:
+        """``fp8``: codes and scales, or nothing."""
+        return Input(dense, (fp8[0], fp8[1]) if fp8 else None)
+
+    @property
+    def operand(self) -> torch.Tensor | Quantized:
+        """What FP8 products take."""
+        return self.dense if self.fp8 is None else self.fp8
 
 
 def columns(weight: torch.Tensor) -> torch.Tensor:
@@ -35,22 +58,39 @@ class Fp8Linear:
         return Fp8Linear(columns(linear.weight), linear.scale, numerics)
 
     @staticmethod
-    def stacked(first: LinearWeight, second: LinearWeight, numerics: Numerics) -> Fp8Linear:
-        """Both matrices as one, rows of ``first`` on top; FP8 rows come in blocks of 128."""
-        scale = None
-        if first.scale is not None and second.scale is not None:
-            if first.weight.shape[0] % 128:
+    def stacked(parts: Sequence[LinearWeight], numerics: Numerics) -> Fp8Linear:
+        """All matrices as one, the first's rows on top; FP8 rows come in blocks of 128."""
+        scales = [part.scale for part in parts if part.scale is not None]
+        for part in parts[:-1] if scales else ():
+            if part.weight.shape[0] % 128:
                 raise ValueError(
-                    f"an FP8 matrix has {first.weight.shape[0]} rows, expected a multiple of 128"
+                    f"an FP8 matrix has {part.weight.shape[0]} rows, expected a multiple of 128"
                 )
-            scale = torch.cat((first.scale, second.scale))
-        return Fp8Linear(columns(torch.cat((first.weight, second.weight))), scale, numerics)
+        weight = columns(torch.cat([part.weight for part in parts]))
+        return Fp8Linear(weight, torch.cat(scales) if scales else None, numerics)
 
-    def __call__(self, x: torch.Tensor, path: str) -> torch.Tensor:
+    def __call__(
+        self, x: torch.Tensor | Quantized, batch: ForwardBatch, *,
+        norm_weight: torch.Tensor | None = None, eps: float = 1e-6,
+        swiglu_limit: float | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """The product; a dense ``x`` is normed, or activated, on the way in."""
         numerics = self.numerics
         return ftkernels.fp8_linear(
-            x, self.weight, self.scale, activation=numerics.activation, path=path,
-            out_dtype=numerics.dtype,
+            x, self.weight, self.scale, activation=numerics.activation, norm_weight=norm_weight,
+            eps=eps, swiglu_limit=swiglu_limit, path=batch.path, out_dtype=numerics.dtype,
+            scratch=batch.scratch,
+        )  # fmt: skip
+
+    def beside(
+        self, other: Fp32Linear, x: Input, batch: ForwardBatch
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The products with this matrix and with ``other``."""
+        codes, scale = (None, None) if x.fp8 is None else x.fp8
+        return ftkernels.mixed_linear(
+            x.dense, self.weight, self.scale, other.weight, x_fp8=codes, x_scale=scale,
+            activation=self.numerics.activation, path=batch.path, out_dtype=self.numerics.dtype,
+            scratch=batch.scratch,
         )  # fmt: skip
 
 
@@ -66,5 +106,7 @@ class Fp32Linear:
         mixed = len({weight.dtype for weight in weights}) > 1
         return Fp32Linear(columns(torch.cat([w.float() if mixed else w for w in weights])))
 
-    def __call__(self, x: torch.Tensor, path: str) -> torch.Tensor:
-        return ftkernels.linear(x, self.weight, out_dtype=torch.float32, path=path)
+    def __call__(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        return ftkernels.linear(
+            x, self.weight, out_dtype=torch.float32, path=batch.path, scratch=batch.scratch
+        )

@@ -42,11 +42,15 @@ class Transformer:
         self.device = weights.tensors["embed.weight"].device
         self._embed = weights.tensors["embed.weight"].to(numerics.dtype)
         self._head = Head.of(weights, config)
+        # dequantized matrices take dense rows, and round trip them themselves
+        quantize = numerics.round_trips and all(
+            linear.scale is not None for linear in weights.linears.values()
+        )
         self._layers = [
             Layer(
-                HyperConnection.of(weights, layer, "attn", config),
+                HyperConnection.of(weights, layer, "attn", quantize, config),
                 Attention.of(weights, layer, config, numerics),
-                HyperConnection.of(weights, layer, "ffn", config),
+                HyperConnection.of(weights, layer, "ffn", quantize, config),
                 MoE.of(weights, layer, config, numerics),
             )
             for layer in range(config.num_hidden_layers)
@@ -62,19 +66,25 @@ class Transformer:
         layers: tuple[int, int],
     ) -> torch.Tensor:  # fmt: skip
         """Run layers ``[a, b)`` over the new tokens, updating pools and carry in place."""
-        for number in range(*layers):
+        first, end = layers
+        if first == end:
+            return streams
+        x, mixes = self._layers[first].attn_hc.before(streams, batch)
+        for number in range(first, end):
             layer, kv = self._layers[number], storage.layers[number]
             tables = self._tables[bool(self.config.compress_ratios[number])]
-            x, mixes = layer.attn_hc.before(streams)
-            streams = layer.attn_hc.after(layer.attn(x, batch, kv, tables), streams, mixes)
-            x, mixes = layer.ffn_hc.before(streams)
-            streams = layer.ffn_hc.after(layer.ffn(x, batch), streams, mixes)
-        return streams
+            y = layer.attn(x, batch, kv, tables)
+            streams, x, mixes = layer.ffn_hc.between(y, streams, mixes, batch)
+            y = layer.ffn(x, batch)
+            if number + 1 < end:
+                following = self._layers[number + 1].attn_hc
+                streams, x, mixes = following.between(y, streams, mixes, batch)
+        return HyperConnection.after(y, streams, mixes)
 
     def logits(self, streams: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """Streams ``[N, hc, C]`` of the rows of ``batch`` that are wanted to fp32 logits ``[N,
         V]``."""
-        return self._head(streams, batch.path)
+        return self._head(streams, batch)
 
 
 def _rope_tables(

@@ -81,8 +81,8 @@ def test_json_has_a_row_per_launch(arch, capsys):
 
 @needs_compiler
 def test_an_op_of_two_launches_has_two_rows(capsys):
-    _, out, _ = _run(capsys, "inspect", "hc_pre", "--json")
-    spec = next(x for x in registry() if x.name == "hc_pre")
+    _, out, _ = _run(capsys, "inspect", "moe_gemm_fp4", "--json")
+    spec = next(x for x in registry() if x.name == "moe_gemm_fp4")
     rows = json.loads(out)
     assert len(rows) == sum(spec.launches(case) for case in spec.cases)
     assert len({row["kernel"] for row in rows}) == 2

@@ -137,12 +137,32 @@ def _swap_series(op, args, kwargs):
     return op(*args, **kwargs)
 
 
+def _swap_appended_series(op, args, kwargs):
+    if kwargs["compress_ratio"] == 4:
+        args = tuple(x.roll(x.shape[1] // 2, 1) if 3 <= i < 6 else x for i, x in enumerate(args))
+    return op(*args, **kwargs)
+
+
 def _no_ape(op, args, kwargs):
     return op(*args[:2], torch.zeros_like(args[2]), *args[3:], **kwargs)
 
 
+def _no_appended_ape(op, args, kwargs):
+    return op(*args[:5], torch.zeros_like(args[5]), *args[6:], **kwargs)
+
+
+def _no_window_norm(op, args, kwargs):
+    return op(*args, **{**kwargs, "row_norm_weight": torch.ones_like(kwargs["row_norm_weight"])})
+
+
+def _between_transposed(op, args, kwargs):
+    y, streams, post, comb, *rest = args
+    return op(y, streams, post, comb.transpose(1, 2).contiguous(), *rest, **kwargs)
+
+
 def _bias_in_weights(op, args, kwargs):
     (x, weight, bias), path = args, kwargs.pop("path")
+    kwargs.pop("scratch")
     logits = ftkernels.linear(x, weight, out_dtype=torch.float32, path=path)
     return ftkernels.route_topk(logits if bias is None else logits + bias, None, **kwargs)
 
@@ -172,13 +192,17 @@ MUTANTS = {
     "last pick lost": _wrap("index_select", _late),
     "no relu in the indexer": _wrap("index_select", _no_relu),
     "comb untransposed": _wrap("hc_post", _hc_post_transposed),
+    "comb untransposed inside": _wrap("hc_post_pre", _between_transposed),
     "post without factor two": _wrap("hc_pre", _post_without_two),
     "one sinkhorn iteration": _with("hc_pre", sinkhorn_iters=1),
     "no yarn": _with("rope_tables", yarn=None),
     "one rope base": _with("rope_tables", theta=10000.0),
     "half-split rotation": _wrap("apply_rope", _half_split_rope),
-    "series swapped": _wrap("compress_kv", _swap_series),
-    "no position bias": _wrap("compress_kv", _no_ape),
+    "index series swapped": _wrap("compress_kv", _swap_series),
+    "no index position bias": _wrap("compress_kv", _no_ape),
+    "series swapped": _wrap("append_kv", _swap_appended_series),
+    "no position bias": _wrap("append_kv", _no_appended_ape),
+    "no norm of window rows": _wrap("append_kv", _no_window_norm),
     "bias in the weights": _wrap("gate_topk", _bias_in_weights),
     "no route scale": _with("gate_topk", route_scale=1.0),
     "no hash scale": _with("gate_hash", route_scale=1.0),

@@ -56,28 +56,18 @@ def test_layers_agree(case):
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("hadamard", lambda x, **k: x),
-        ("quant_round_trip", lambda x, **k: x),
-        ("store_kv", None),
-        ("compress_kv", None),
-        ("fp8_linear", None),
-        ("moe_fp4", None),
-    ],
+    "name", ["index_query", "store_kv", "append_kv", "compress_kv", "fp8_linear", "moe_fp4"]
 )
-def test_a_missing_round_trip_is_noticed(case, name, value, monkeypatch):
+def test_a_missing_round_trip_is_noticed(case, name, monkeypatch):
     ours, ids, streams = case
     right = getattr(ftkernels, name)
     without = {
-        "store_kv": {"round_trip": False}, "compress_kv": {"store": "raw"},
+        "index_query": {"round_trip": False}, "store_kv": {"round_trip": False},
+        "append_kv": {"round_trip": False}, "compress_kv": {"store": "raw"},
         "fp8_linear": {"activation": "bf16"}, "moe_fp4": {"activation": "bf16"},
     }  # fmt: skip
-    if value is None:
-        fixed = without[name]
-        monkeypatch.setattr(ftkernels, name, lambda *a, **k: right(*a, **{**k, **fixed}))
-    else:
-        monkeypatch.setattr(ftkernels, name, value)
+    fixed = without[name]
+    monkeypatch.setattr(ftkernels, name, lambda *a, **k: right(*a, **{**k, **fixed}))
     worst = max(float(error.quantile(0.99)) for error in layer_errors(ours, ids, streams))
     assert worst > 1e-3
 

@@ -13,8 +13,8 @@ import pytest
 
 import ftkernels
 from ftruntime import memory
-from ftruntime.model.attention import scratch_bytes
 from ftruntime.model.config import builtin
+from ftruntime.model.scratch import scratch_bytes
 
 each_step = pytest.mark.parametrize(
     ("num_tokens", "num_seqs", "pages"),
@@ -46,12 +46,47 @@ def test_every_smaller_step_fits(num_tokens, num_seqs, pages, heads):
                 assert need <= given
 
 
+def _rank(shape, ranks):
+    """What one of ``ranks`` cards computes."""
+    return dataclasses.replace(
+        shape, num_attention_heads=shape.num_attention_heads // ranks,
+        o_groups=shape.o_groups // ranks,
+        moe_intermediate_size=shape.moe_intermediate_size // ranks,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("numerics", ["official", "exact"])
 @pytest.mark.parametrize("ranks", [1, 2, 8], ids=str)
 @pytest.mark.parametrize("model", ["flash", "pro"])
 @each_step
-def test_the_plan_has_room_for_it(num_tokens, num_seqs, pages, model, ranks):
+def test_the_plan_has_room_for_it(num_tokens, num_seqs, pages, model, ranks, numerics):
     shape = builtin(model)
-    heads = shape.num_attention_heads // ranks
-    own = dataclasses.replace(shape, num_attention_heads=heads, o_groups=shape.o_groups // ranks)
-    given = scratch_bytes(own, num_tokens=num_tokens, num_seqs=num_seqs, max_positions=128 * pages)
-    assert given <= memory._scratch_bytes(shape, max_running=num_seqs, ranks=ranks)
+    given = scratch_bytes(
+        _rank(shape, ranks), num_tokens=num_tokens, num_seqs=num_seqs, max_positions=128 * pages,
+        element_bytes=memory.element_bytes(numerics),
+    )  # fmt: skip
+    bound = memory.scratch_bound(
+        shape, num_tokens=max(num_tokens, num_seqs), max_running=num_seqs, numerics=numerics,
+        ranks=ranks,
+    )  # fmt: skip
+    assert given <= bound
+
+
+@pytest.mark.parametrize("model", ["flash", "pro"])
+def test_every_smaller_step_of_the_products_fits(model):
+    config = builtin(model)
+    given = scratch_bytes(config, num_tokens=3456, num_seqs=50, max_positions=128)
+    inter, hidden, topk = (
+        config.moe_intermediate_size, config.hidden_size, config.num_experts_per_tok,
+    )  # fmt: skip
+    for tokens in (1, 3, 63, 64, 65, 127, 128, 1000, 3456):
+        for need in (
+            ftkernels.scratch_bytes(
+                "moe_fp4", T=tokens, topk=topk, I=inter, C=hidden, E=config.n_routed_experts
+            ),
+            ftkernels.scratch_bytes("fp8_linear", T=tokens, N=2 * inter, K=hidden),
+            ftkernels.scratch_bytes("gate_topk", T=tokens, E=config.n_routed_experts, C=hidden),
+            ftkernels.scratch_bytes("hc_post_pre", T=tokens, hc=config.hc_mult, C=hidden),
+            ftkernels.scratch_bytes("linear", T=min(tokens, 50), N=config.vocab_size, K=hidden),
+        ):
+            assert need <= given, tokens
