@@ -1,4 +1,10 @@
-"""Two products in one launch: each bit for bit that of its own op, and near the fp64 product."""
+"""Two products in one launch: each bit for bit that of its own op, and near the fp64 product.
+
+Mutants run, each noticed: counters or sums of both in one place, tiles of either in another order,
+blocks not told apart or one short, the first 64 rows for all, rows always quantized, their scales
+left out, the other matrix by quantized rows, the path unpinned, a counter for several tiles of
+either, scratch without room for both.
+"""
 
 from __future__ import annotations
 
