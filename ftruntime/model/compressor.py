@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -62,9 +63,9 @@ class Indexer:
 
     @staticmethod
     def of(weights: Weights, prefix: str, config: ModelConfig, numerics: Numerics) -> Indexer:
-        # the factor on the head weights is the same everywhere: it goes into the matrix once
-        factor = config.index_head_dim**-0.5 * config.index_n_heads**-0.5
-        projection = weights.tensors[f"{prefix}.weights_proj.weight"].float() * factor
+        # picks are the same under any positive factor: a power of two leaves bf16 rows exact
+        factor = 2.0 ** round(math.log2(config.index_head_dim * config.index_n_heads) / -2)
+        projection = weights.tensors[f"{prefix}.weights_proj.weight"] * factor
         store = "index" if numerics.round_trips else "raw"
         return Indexer(
             projection, Compressor.of(weights, f"{prefix}.compressor", 4, store, config), config,
