@@ -9,6 +9,8 @@ PYTHON ?= $(BIN)/python
 PIP_FLAGS := -c constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 THREADS := OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
 WORKERS ?= 2
+# processes that share the card in test-gpu, where pytest-xdist is installed
+GPU_WORKERS ?=
 
 # versions that test-triton runs besides the pinned one; TESTS are the interpreted files, and K is a
 # pytest expression that narrows these and the compiles
@@ -68,7 +70,8 @@ test-gpu:
 	  echo "PYTHON is $(PYTHON), expected an interpreter with torch, triton and pytest"; exit 1; }
 	@$(PYTHON) -c 'import torch; exit(not torch.cuda.is_available())' || { \
 	  echo "test-gpu needs a CUDA card, and there is none here"; exit 1; }
-	$(PYTHON) -m pytest -q -p no:cacheprovider tests/ftkernels
+	$(PYTHON) -m pytest -q -p no:cacheprovider $(if $(GPU_WORKERS),-n $(GPU_WORKERS)) \
+	  --durations 10 tests/ftkernels
 
 # decode speed on the CPU as a ratio to transformers, on the demo weights
 bench-decode: .venv/.ok-serve,test

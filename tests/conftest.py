@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 
 # one thread, before torch or triton is imported: two threads on a busy small machine are far slower
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -45,6 +46,16 @@ def run(lane: str) -> Callable[..., Any]:
         return result
 
     return call
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """On a card a failure is told when it happens."""
+    if HAS_GPU and report.failed:
+        crash = getattr(report.longrepr, "reprcrash", None)
+        reason = str(report.longrepr)
+        if crash is not None:
+            reason = f"{crash.path}:{crash.lineno}: {crash.message}"
+        print(f"\n{report.nodeid}: {reason[:600]}", file=sys.stderr, flush=True)
 
 
 @pytest.fixture(autouse=True)
