@@ -242,21 +242,20 @@ def _cases() -> Iterator[Case]:
     for form in forms:
         yield {"name": f"small-{form}", "T": 3, "K": 200, "N": 130, "form": form}
         yield {"name": f"small-{form}-t70", "T": 70, "K": 200, "N": 130, "form": form}
-    # matrices of the model: what stands before the product, rows and channels on one of tp cards
+    # matrices of the model: what stands before the product, rows and channels on one of tp cards;
+    # without a name the shared expert's gate and up
     flash = {
-        "latent": ("quantized", lambda tp: (1536, 4096)),
-        "wq_b": ("norm", lambda tp: (32768 // tp, 1024)),
-        "wo_b": ("dense", lambda tp: (4096, 8192 // tp)),
-        "shared_w13": ("quantized", lambda tp: (4096 // tp, 4096)),
-        "shared_w2": ("swiglu", lambda tp: (4096, 2048 // tp)),
+        "": ("quantized", lambda tp: (4096 // tp, 4096), (1, 2, 4, 8)),
+        "latent-": ("quantized", lambda tp: (1536, 4096), (1,)),
+        "wq_b-": ("norm", lambda tp: (32768 // tp, 1024), (1, 8)),
+        "wo_b-": ("dense", lambda tp: (4096, 8192 // tp), (1, 8)),
+        "w2-": ("swiglu", lambda tp: (4096, 2048 // tp), (1, 8)),
     }
-    for tp in (1, 8):
-        for matrix, (form, shape) in flash.items():
-            if tp == 8 and matrix == "latent":
-                continue
+    for matrix, (form, shape, cards) in flash.items():
+        for tp in cards:
             for tokens in (1, 8, 64, 3456):
                 n, k = shape(tp)
-                name = f"flash-tp{tp}-{matrix}-t{tokens}"
+                name = f"flash-tp{tp}-{matrix}t{tokens}"
                 yield {"name": name, "T": tokens, "N": n, "K": k, "form": form}
     for form in ("bf16", "fp32"):
         for tokens in (1, 64, 3456):
@@ -268,7 +267,7 @@ def _cases() -> Iterator[Case]:
     yield {"name": "flash-index-t8", "T": 8, "N": 8192, "K": 1024, "form": "quantized"}
     for name, form, n, k in (
         ("latent", "quantized", 2048, 7168), ("wq_b", "norm", 65536, 1536),
-        ("wo_b", "dense", 7168, 16384), ("shared_w2", "swiglu", 7168, 3072),
+        ("wo_b", "dense", 7168, 16384), ("w2", "swiglu", 7168, 3072),
     ):  # fmt: skip
         for tokens in (1, 3456):
             yield {"name": f"pro-{name}-t{tokens}", "T": tokens, "N": n, "K": k, "form": form}

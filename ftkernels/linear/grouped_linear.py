@@ -136,7 +136,7 @@ SPEC = KernelSpec(
         {"name": "small-fp32-t70", "T": 70, "G": 2, "R": 50, "K": 600, "fp32": 1},
         *(
             {"name": f"flash-tp{tp}-t{tokens}", "T": tokens, "G": 8 // tp, "R": 1024, "K": 4096}
-            for tp in (1, 8)
+            for tp in (1, 2, 4, 8)
             for tokens in (1, 8, 64, 3456)
         ),
         {"name": "pro-tp1-t1", "T": 1, "G": 16, "R": 1024, "K": 4096},
