@@ -225,7 +225,7 @@ def counters(scratch: torch.Tensor) -> torch.Tensor:
 def floats(scratch: torch.Tensor, begin: int, end: int) -> torch.Tensor:
     """The fp32 numbers between two places of a scratch, from the next 16-byte boundary on."""
     begin = -(-begin // 16) * 16
-    return scratch[begin : begin + (end - begin) // 16 * 16].view(torch.float32)
+    return scratch[begin : begin + (end - begin) // 4 * 4].view(torch.float32)
 
 
 @dataclass(frozen=True)

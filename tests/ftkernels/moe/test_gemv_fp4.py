@@ -65,7 +65,16 @@ def test_multiplies_the_promised_operands(form, kind, run):
     assert (out[values.isnan().all(1)] == -7.0).all(), "routes without a slot are not written"
 
 
-@pytest.mark.parametrize(("tokens", "topk"), [(3, 6), (20, 2), (64, 1)])
+@pytest.mark.parametrize("k", range(32, 544, 96))
+def test_few_sums_behind_rows_of_any_width(k, run):
+    """Where they begin in a scratch is rounded up, and what is left still holds them."""
+    weights, ids = fp4(1, 2, k), torch.zeros(1, 1, dtype=torch.int32)
+    x, _, rows = activations(randn(1, k), "fp8")
+    out = run(call, x, weights.given("folded"), ids)
+    assert_routes(out, *routes(rows, [0], weights.matrix))
+
+
+@pytest.mark.parametrize(("tokens", "topk"), [(3, 6), (36, 2), (64, 1)])
 @pytest.mark.parametrize("k", [64, SPLIT], ids=str)
 def test_many_routes_of_one_expert(tokens, topk, k, run):
     """More than a tile of routes, all of a token on one expert; the others have one or none."""

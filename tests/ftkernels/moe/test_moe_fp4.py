@@ -139,25 +139,26 @@ def test_narrow_result_of_wide_activations(path, run):
 @pytest.mark.parametrize("kind", ["fp8", "scaled"])
 def test_bits_are_those_of_the_ops_it_stands_for(kind, layout, path, run):
     """Weight, one rounding, quantization; down; each route rounded; the sum in order."""
-    layer, ids = Layer(3, inter=160, channels=64), random_ids(3, 2, 3)
-    x, options, _ = activations(randn(3, 64), kind)
-    weights, shared = randn(3, 2, seed=4), randn(3, 64, seed=5).bfloat16()
-    fused = run(call, layer, x, weights, ids, layout, path=path, shared=shared, **options)
+    layer, ids = Layer(3, inter=160, channels=64), random_ids(2, 4, 3)
+    x, options, _ = activations(randn(2, 64), kind)
+    dtype = torch.bfloat16 if kind == "fp8" else FP32
+    weights, shared = randn(2, 4, seed=4), randn(2, 64, seed=5)
+    weights[:, 1] = 1e-7  # under the floor of a group's magnitude
+    fused = run(
+        call, layer, x, weights, ids, layout, path=path, shared=shared, out_dtype=dtype, **options
+    )
     up, up_kwargs = layer.w13.given(layout, LIMIT)
     down, down_kwargs = layer.w2.given(layout)
-    order, gemm = ordered(ids, 3, 16), path == "gemm"
-    size = {"num_routes": 6, "block_m": 16}
-    if gemm:
-        up, down, up_kwargs["topk"], down_kwargs["topk"] = (*up, *order), (*down, *order), 2, 1
-        up_kwargs |= size
-        down_kwargs |= size
-    else:
-        up, down = (*up, ids), (*down, ids)
-    op = moe_gemm_fp4 if gemm else moe_gemv_fp4
-    hidden, routed = torch.zeros(6, 160).bfloat16(), torch.zeros(6, 64).bfloat16()
-    op(x, *up, route_weights=weights.flatten(), out=hidden, **up_kwargs, **options)
-    op(hidden, *down, out=routed, **down_kwargs)
-    step_by_step = moe_combine(routed.view(3, 2, 64), topk_ids=ids, shared=shared)
+    op, order = moe_gemv_fp4, (ids,)
+    if path == "gemm":
+        op, order = moe_gemm_fp4, ordered(ids, 3, 16)
+        size = {"num_routes": 8, "block_m": 16}
+        up_kwargs, down_kwargs = up_kwargs | size | {"topk": 4}, down_kwargs | size | {"topk": 1}
+    hidden, routed = torch.zeros(8, 160, dtype=dtype), torch.zeros(8, 64, dtype=dtype)
+    kwargs = {"route_weights": weights.flatten(), "out": hidden, "out_dtype": dtype}
+    op(x, *up, *order, **up_kwargs, **options, **kwargs)
+    op(hidden, *down, *order, **down_kwargs, out=routed, out_dtype=dtype)
+    step_by_step = moe_combine(routed.view(2, 4, 64), topk_ids=ids, shared=shared)
     assert torch.equal(fused, step_by_step)
 
 
