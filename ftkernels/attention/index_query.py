@@ -22,7 +22,7 @@ from ftkernels.quant.formats import (
     tl_ue8m0_decode,
     tl_ue8m0_inverse,
 )
-from ftkernels.quant.hadamard import hadamard_reference
+from ftkernels.quant.hadamard import butterflies, hadamard_reference
 from ftkernels.quant.round_trip import round_tripped
 from ftkernels.rope.rope import rope_tables, rotate
 from ftkernels.spec import Case, Inputs, KernelSpec
@@ -177,11 +177,7 @@ def _index_query_kernel(
             x, position, live, cos_ptr, stride_cp, sin_ptr, stride_sp, D, HALF, BLOCK_R
         ).to(dtype).to(tl.float32)  # fmt: skip
     if ROUND_TRIP:
-        for _ in tl.static_range(LOG2_D):
-            # pairs become [all sums, all differences]: after LOG2_D rounds all are in place
-            even, odd = tl.split(tl.reshape(x, (BLOCK_R, D // 2, 2)))
-            x = tl.reshape(tl.permute(tl.join(even + odd, even - odd), (0, 2, 1)), (BLOCK_R, D))
-        x = (x * factor).to(dtype).to(tl.float32)
+        x = (butterflies(x, BLOCK_R, D, LOG2_D) * factor).to(dtype).to(tl.float32)
         grouped = tl.reshape(x, (BLOCK_R, D // GROUP, GROUP))
         # the floor is 6 * 2^-126, as bits
         code = tl_group_code(tl.max(tl_absbits(grouped), 2), 0x01C00000, 1.0 / 6.0)

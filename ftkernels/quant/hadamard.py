@@ -117,6 +117,17 @@ def candidates(key: Case, target: Target) -> Iterable[HadamardConfig]:
 
 
 @triton.jit
+def butterflies(x, ROWS: tl.constexpr, D: tl.constexpr, LOG2_D: tl.constexpr):
+    """Rows ``[ROWS, D]`` times the Sylvester matrix, unscaled."""
+    for _ in tl.static_range(LOG2_D):
+        # pairs of neighbours become [all sums, all differences], so that each round looks alike
+        # and after LOG2_D rounds every index bit is back in its place
+        even, odd = tl.split(tl.reshape(x, (ROWS, D // 2, 2)))
+        x = tl.reshape(tl.permute(tl.join(even + odd, even - odd), (0, 2, 1)), (ROWS, D))
+    return x
+
+
+@triton.jit
 def _hadamard_kernel(
     x_ptr, stride_xo, stride_xi,  # [rows, D]
     out_ptr, stride_oo, stride_oi,  # [rows, D]
@@ -128,11 +139,7 @@ def _hadamard_kernel(
     mask = (offs_r < num_rows)[:, None] & (offs_d < D)[None, :]
     x_rows = x_ptr + (offs_r // inner) * stride_xo + (offs_r % inner) * stride_xi
     x = tl.load(x_rows[:, None] + offs_d[None, :], mask=mask, other=0.0).to(tl.float32)
-    for _ in tl.static_range(LOG2_D):
-        # pairs of neighbours become [all sums, all differences], so that each round looks alike
-        # and after LOG2_D rounds every index bit is back in its place
-        even, odd = tl.split(tl.reshape(x, (BLOCK_R, D // 2, 2)))
-        x = tl.reshape(tl.permute(tl.join(even + odd, even - odd), (0, 2, 1)), (BLOCK_R, D))
+    x = butterflies(x, BLOCK_R, D, LOG2_D)
     out_rows = out_ptr + (offs_r // inner) * stride_oo + (offs_r % inner) * stride_oi
     out = (x * factor).to(out_ptr.dtype.element_ty)
     tl.store(out_rows[:, None] + offs_d[None, :], out, mask=mask)
