@@ -47,11 +47,11 @@ def test_columns_are_cut_by_the_shape_of_the_weight():
     assert module.num_splits(34, 8192) == 16
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", KINDS[1:])
 @pytest.mark.parametrize("form", FORMS)
 def test_multiplies_the_promised_operands(form, kind, run):
     """Sizes go round: tiles of 64 rows whole and short, columns past 128 and cuts of them."""
-    place = list(FORMS).index(form) + list(KINDS).index(kind)
+    place = list(FORMS).index(form) + KINDS.index(kind)
     n, k = [(64, 128), (70, 160), (130, 96), (34, SPLIT), (66, 32)][place % 5]
     tokens, topk = [(5, 2), (1, 6), (3, 1), (2, 2), (9, 2)][place % 5]
     layout, limit, gated = FORMS[form]
@@ -187,18 +187,23 @@ def test_what_is_no_number_stays_in_its_row(layout, run):
         assert (out[:, :, 7].isnan().flatten() >= (ids.flatten() == 1)).all()
 
 
-@pytest.mark.parametrize("form", ["folded-swiglu", "bytes", "checkpoint-swiglu", "checkpoint"])
-def test_strides_and_memory_around_the_operands(form, run):
+@pytest.mark.parametrize(
+    ("form", "kind"),
+    [("folded-swiglu", "scaled"), ("bytes", "bf16"), ("checkpoint-swiglu", "fp8"),
+     ("checkpoint", "scaled")],
+)  # fmt: skip
+def test_strides_and_memory_around_the_operands(form, kind, run):
     layout, limit, gated = FORMS[form]
     n, k, ids = 70, 160, random_ids(5, 2, 3)
     weights = fp4(3, n, k)
     (weight, scale), options = weights.given(layout, limit, gated)
     weight = apart(weight) if layout == "checkpoint" else torch.stack((weight, weight * 0), 1)[:, 0]
-    x, _, rows = activations(randn(5, k), "fp8")
+    x, given_x, rows = activations(randn(5, k), kind)
+    given_x = {key: apart(v) if key == "x_scale" else v for key, v in given_x.items()}
     width = n if limit is None else n // 2
     memory = torch.full((20, width + 8), -7.0)
     out = memory[1::2, 3 : width + 3]
-    result = run(call, apart(x), ((weight, apart(scale)), options), apart(ids), out=out)
+    result = run(call, apart(x), ((weight, apart(scale)), options), apart(ids), out=out, **given_x)
     assert result.data_ptr() == out.data_ptr()
     assert_routes(out, *routes(rows, slots(ids), weights.matrix, limit))
     memory[1::2, 3 : width + 3] = -7.0
@@ -291,7 +296,7 @@ def test_launches_scratch_and_counters(lane):
 @settings(max_examples=30, deadline=None)
 @given(
     tokens=st.sampled_from([1, 2, 5]), topk=st.integers(1, 2), n=st.integers(1, 35),
-    blocks=st.integers(1, 14), form=st.sampled_from(list(FORMS)), kind=st.sampled_from(KINDS),
+    blocks=st.integers(1, 13), form=st.sampled_from(list(FORMS)), kind=st.sampled_from(KINDS),
     per_route=st.booleans(), seed=st.integers(0, 1000),
 )  # fmt: skip
 def test_random_sizes(tokens, topk, n, blocks, form, kind, per_route, seed):

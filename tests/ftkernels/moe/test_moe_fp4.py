@@ -21,7 +21,6 @@ moe_fp4, moe_combine = carried(module.moe_fp4), carried(combine_op)
 moe_gemm_fp4, moe_gemv_fp4 = carried(gemm_fp4.moe_gemm_fp4), carried(gemv_fp4.moe_gemv_fp4)
 LIMIT, FP32, NAN = 1.5, torch.float32, float("nan")
 each_path = pytest.mark.parametrize("path", ["gemm", "gemv"])
-each_layout = pytest.mark.parametrize("layout", ["folded", "halves", "bytes", "checkpoint"])
 
 
 class Layer:
@@ -77,9 +76,9 @@ def close(out, expected, quantizes=True):
 
 @each_path
 @pytest.mark.parametrize("layout", ["folded", "halves", "bytes", "checkpoint", "dense"])
-@pytest.mark.parametrize("kind", ["fp8", "scaled", "fp32"])
+@pytest.mark.parametrize("kind", ["fp8", "fp32"])
 def test_matches_the_formula(layout, path, kind, run):
-    layer, ids = Layer(), random_ids(3, 2, 4)
+    layer, ids = Layer(inter=64), random_ids(3, 2, 4)
     ids[1] = 2
     weights, shared = randn(3, 2, seed=4), randn(3, 96, seed=5)
     x, options, rows = activations(randn(3, 96), kind)
@@ -88,7 +87,7 @@ def test_matches_the_formula(layout, path, kind, run):
         call, layer, x, weights, ids, layout, path=path, shared=shared, out_dtype=FP32,
         launched=layout != "dense", **options,
     )  # fmt: skip
-    hidden = torch.bfloat16 if kind == "fp8" else FP32
+    hidden = torch.bfloat16 if quantizes else FP32
     close(
         out, layer.formula(rows, weights, ids, shared=shared, hidden=hidden, quantizes=quantizes),
         quantizes,
@@ -135,11 +134,17 @@ def test_narrow_result_of_wide_activations(path, run):
 
 
 @each_path
-@pytest.mark.parametrize("layout", ["folded", "bytes", "checkpoint"])
-@pytest.mark.parametrize("kind", ["fp8", "scaled"])
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [("fp8", "folded"), ("scaled", "folded"), ("fp8", "bytes"), ("scaled", "checkpoint")],
+)
 def test_bits_are_those_of_the_ops_it_stands_for(kind, layout, path, run):
     """Weight, one rounding, quantization; down; each route rounded; the sum in order."""
     layer, ids = Layer(3, inter=160, channels=64), random_ids(2, 4, 3)
+    # the second group is small, and what stands in for rows past the last one is not
+    layer.w13.scale[:, 128:160] -= 5
+    layer.w13.scale[:, -1] += 3
+    layer.w13.codes[:, 159] = 0
     x, options, _ = activations(randn(2, 64), kind)
     dtype = torch.bfloat16 if kind == "fp8" else FP32
     weights, shared = randn(2, 4, seed=4), randn(2, 64, seed=5)
@@ -163,7 +168,7 @@ def test_bits_are_those_of_the_ops_it_stands_for(kind, layout, path, run):
 
 
 @each_path
-@each_layout
+@pytest.mark.parametrize("layout", ["folded", "checkpoint"])
 def test_groups_give_the_bits_of_the_whole(layout, path, run):
     layer, ids = Layer(inter=32), random_ids(4, 3, 4)
     x, weights = randn(4, 96, dtype=torch.bfloat16), randn(4, 3, seed=4)
@@ -264,12 +269,12 @@ def test_quantized_rows_are_those_of_dense_ones(run):
 
 
 def test_more_tokens_than_a_launch_takes(run, lane):
-    layer, ids = Layer(2, inter=32, channels=32), random_ids(70, 1, 2)
-    x, weights = randn(70, 32, dtype=torch.bfloat16), randn(70, 1, seed=4)
+    layer, ids = Layer(2, inter=32, channels=32), random_ids(66, 2, 2)
+    x, weights = randn(66, 32, dtype=torch.bfloat16), randn(66, 2, seed=4)
     with count_launches() as launches:
         out = run(call, layer, x, weights, ids, path="gemv")
     assert launches.count("_moe_gemv_fp4_kernel") == (0 if lane == "reference" else 4)
-    for part in (slice(0, 3), slice(62, 70)):
+    for part in (slice(0, 3), slice(62, 66)):
         alone = call(layer, x[part], weights[part], ids[part], path="gemv")
         assert torch.equal(alone, out[part])
     assert torch.equal(call(layer, x[:2], weights[:2], ids[:2]), out[:2]), "a few tokens: by GEMV"
