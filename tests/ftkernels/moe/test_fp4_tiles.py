@@ -1,6 +1,10 @@
 """The words of packed FP4 weights: one meaning to PTX, to its interpreted twin and on paper.
 
 The PTX is read from the kernels' own text by a small emulator of the instructions in it.
+
+Mutants run, each noticed: B's selector four bits off, signs not shifted, selectors not masked, A's
+table for B, another truth table; either half of the tables an octave off; in the twin B's codes or
+signs in A's place, and its table cut elsewhere.
 """
 
 from __future__ import annotations

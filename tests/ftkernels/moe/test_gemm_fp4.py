@@ -1,4 +1,16 @@
-"""``moe_gemm_fp4`` against fp64 products of the operands it promises to multiply."""
+"""``moe_gemm_fp4`` against fp64 products of the operands it promises to multiply.
+
+Mutants run, each noticed. Of the products: halves or their codes swapped, another pair's code, the
+base doubled, x's scale of the first group, left out, or read by 256 columns; scale bytes of the
+other half, their table an octave off; tails of 32 or 96 columns dropped, taken by every cut, under
+another code, column, place or row; nibbles swapped, scales read by 128; tiles never or always cut
+at their last row; rows past N read; halves not taken in turn. Of the rest: gate clamped below, up
+not clamped above or below, no limit as zero, gate and up swapped; weight twice or after the
+rounding; a route's row by its number, its token or a fixed stride; expert for slot, experts without
+one run, rows of the next block, the second tile of a block, the last block left out, padding
+written, interleaved rows always or never put back. Reference: slots, weights, slot strides. Checks:
+limits that are no number, odd gated rows, rows of packed experts apart.
+"""
 
 from __future__ import annotations
 

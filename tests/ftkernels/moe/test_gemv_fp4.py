@@ -1,4 +1,14 @@
-"""``moe_gemv_fp4`` against fp64 products of the operands it promises to multiply."""
+"""``moe_gemv_fp4`` against fp64 products of the operands it promises to multiply.
+
+Mutants run, each noticed: ranks off by one or of one loop alone, one tile of routes an expert, each
+tile from the first route, the second loop's places; a cut not added, added twice, of all columns,
+in another's place, columns left over; arrival one early, counters left or of all routes; weight
+missing or after the rounding, gate and up swapped, no limit as zero, interleaved rows always put
+back; expert for slot; a row per route read by tokens; parts with the first part's rows, scales or
+weights, or by another number of counters; sums not aligned, or their room cut short.
+One after another, as programs run here, these are the same: every route of a tile computes it, the
+first to arrive finishes too.
+"""
 
 from __future__ import annotations
 
@@ -83,6 +93,16 @@ def test_many_routes_of_one_expert(tokens, topk, k, run):
     x, options, rows = activations(randn(tokens, k), "scaled")
     out = run(call, x, weights.given("folded"), ids, **options)
     assert_routes(out, *routes(rows, slots(ids), weights.matrix))
+
+
+def test_the_last_of_three_cuts_finishes(run):
+    """One that finishes before would miss a cut, and leave its counter."""
+    weights, ids = fp4(2, 34, 768), torch.tensor([[0], [1]], dtype=torch.int32)
+    x, options, rows = activations(randn(2, 768), "scaled")
+    scratch = torch.zeros(scratch_bytes("moe_gemv_fp4", T=2, topk=1, N=34, K=768)).byte()
+    out = run(call, x, weights.given("folded"), ids, scratch=scratch, **options)
+    assert_routes(out, *routes(rows, [0, 1], weights.matrix))
+    assert not scratch[:COUNTER_BYTES].any()
 
 
 @each_layout

@@ -1,4 +1,15 @@
-"""``moe_fp4`` against section 9.4 in fp64: every layout, both paths, in groups and whole."""
+"""``moe_fp4`` against section 9.4 in fp64: every layout, both paths, in groups and whole.
+
+Mutants run, each noticed: hidden states not rounded, or to the result's type, or always to bf16;
+another floor of a group's magnitude; what stands past the last row in a group's scale; the first
+group's scale for all, or the first part's; GEMM: down's rows by token, weights again, skipped
+experts added; weights and results by fixed strides; GEMV: routes without a slot counted or added,
+routes of one loop counted, arrival one early, by blocks, without cuts, counters left, tokens
+without routes not written, eight tokens alone, routes not rounded, added backwards, the shared
+expert of the first part or of none, weights in down; tiles of a short last group; experts as many
+as slots; a scratch for the result's type; a path not pinned; the shared expert without routes.
+One after another, as programs run here, finishing a skipped first route at once is the same.
+"""
 
 from __future__ import annotations
 
@@ -254,6 +265,17 @@ def test_bits_of_a_token_in_any_batch(layout, path, run):
     x[4], x[0] = NAN, float("inf")
     again = call(layer, x, weights, ids, layout, path=path, out_dtype=FP32)
     assert torch.equal(again[1:], whole[1:]), "a token without routes is not read either"
+
+
+def test_cuts_of_the_down_projection(run):
+    """Blocks of two routes and of one arrive; each cut of a route counts."""
+    layer, ids = Layer(2, inter=416, channels=32), torch.tensor([[0], [0], [1]]).int()
+    weights, scratch = randn(3, 1, seed=4), torch.zeros(1 << 17, dtype=torch.uint8)
+    x, options, rows = activations(randn(3, 32), "scaled")
+    kwargs = {"path": "gemv", "out_dtype": FP32, "scratch": scratch, **options}
+    out = run(call, layer, x, weights, ids, **kwargs)
+    close(out, layer.formula(rows, weights, ids))
+    assert not scratch[:COUNTER_BYTES].any()
 
 
 def test_quantized_rows_are_those_of_dense_ones(run):
