@@ -97,9 +97,9 @@ def test_many_routes_of_one_expert(tokens, topk, k, run):
 
 def test_the_last_of_three_cuts_finishes(run):
     """One that finishes before would miss a cut, and leave its counter."""
-    weights, ids = fp4(2, 34, 768), torch.tensor([[0], [1]], dtype=torch.int32)
-    x, options, rows = activations(randn(2, 768), "scaled")
-    scratch = torch.zeros(scratch_bytes("moe_gemv_fp4", T=2, topk=1, N=34, K=768)).byte()
+    weights, ids = fp4(2, 34, 800), torch.tensor([[0], [1]], dtype=torch.int32)
+    x, options, rows = activations(randn(2, 800), "scaled")
+    scratch = torch.zeros(scratch_bytes("moe_gemv_fp4", T=2, topk=1, N=34, K=800)).byte()
     out = run(call, x, weights.given("folded"), ids, scratch=scratch, **options)
     assert_routes(out, *routes(rows, [0, 1], weights.matrix))
     assert not scratch[:COUNTER_BYTES].any()
