@@ -32,13 +32,7 @@ from ftkernels.moe.experts import (
     widen_x,
 )  # fmt: skip
 from ftkernels.moe.experts import scratch_bytes as quantized_bytes
-from ftkernels.moe.fp4_tiles import (
-    activated_pair,
-    matrix_rows,
-    quantized_group,
-    route_rows,
-    tile_products,
-)  # fmt: skip
+from ftkernels.moe.fp4_tiles import tile_products
 from ftkernels.moe.gemm_fp4 import (
     expert_weights,
     out_arguments,
@@ -46,6 +40,7 @@ from ftkernels.moe.gemm_fp4 import (
     triton_type,
     weight_arguments,
 )  # fmt: skip
+from ftkernels.moe.gemv_routes import counted, finish_columns, finish_tokens, taken
 from ftkernels.quant.pack import TILE_ROWS
 from ftkernels.spec import COUNTER_BYTES, Case, Inputs, KernelSpec
 from ftkernels.target import Target
@@ -302,126 +297,6 @@ def launch(
 
 
 @triton.jit
-def _slots(ids_ptr, stride_it, slot_ptr, routes, live, TOPK: tl.constexpr):
-    """Expert and slot of routes, -1 where there is none."""
-    row = (routes // TOPK).to(tl.int64)
-    ids = tl.load(ids_ptr + row * stride_it + routes % TOPK, mask=live, other=-1)
-    slots = ids
-    if slot_ptr is not None:
-        slots = tl.load(slot_ptr + ids, mask=ids >= 0, other=-1)
-    return tl.where(slots >= 0, ids, -1), slots
-
-
-@triton.jit
-def _counted(
-    ids_ptr, stride_it, slot_ptr, expert, route, num_routes, TOPK: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-):  # fmt: skip
-    """Routes of an expert before ``route``, and routes that have a slot."""
-    rank, num_live = 0, 0
-    for start in range(0, num_routes, BLOCK_R):
-        offs_r = start + tl.arange(0, BLOCK_R)
-        ids, _ = _slots(ids_ptr, stride_it, slot_ptr, offs_r, offs_r < num_routes, TOPK)
-        rank += tl.sum(((ids == expert) & (offs_r < route)).to(tl.int32), 0)
-        num_live += tl.sum((ids >= 0).to(tl.int32), 0)
-    return rank, num_live
-
-
-@triton.jit
-def _taken(
-    ids_ptr, stride_it, slot_ptr, expert, first, num_routes, COUNT: tl.constexpr,
-    TOPK: tl.constexpr, BLOCK_R: tl.constexpr,
-):  # fmt: skip
-    """COUNT routes of an expert from its route number ``first`` on, and which of them exist."""
-    routes = tl.zeros((COUNT,), tl.int32)
-    found = tl.zeros((COUNT,), tl.int32)
-    place = tl.arange(0, COUNT) + first
-    for start in range(0, num_routes, BLOCK_R):
-        offs_r = start + tl.arange(0, BLOCK_R)
-        ids, _ = _slots(ids_ptr, stride_it, slot_ptr, offs_r, offs_r < num_routes, TOPK)
-        same = (ids == expert).to(tl.int32)
-        hit = (same > 0)[None, :] & ((tl.cumsum(same, 0) - 1)[None, :] == place[:, None])
-        routes += tl.sum(tl.where(hit, offs_r[None, :], 0), 1)
-        found += tl.sum(hit.to(tl.int32), 1)
-        place -= tl.sum(same, 0)
-    return routes, found > 0
-
-
-@triton.jit
-def _summed(ptrs, stride_split, mask, SPLITS: tl.constexpr):
-    """The cuts of a sum, added in order."""
-    total = tl.load(ptrs, mask=mask, other=0.0, cache_modifier=".cg")
-    for _ in range(1, SPLITS):
-        ptrs += stride_split
-        total += tl.load(ptrs, mask=mask, other=0.0, cache_modifier=".cg")
-    return total
-
-
-@triton.jit
-def _finish_routes(
-    partial_ptr, ids_ptr, stride_it, slot_ptr, expert, rank, pid_f, route_weight_ptr, stride_rt,
-    out_ptr, stride_ot, stride_ok, out_scale_ptr, stride_oc, N, T, limit,
-    BLOCK_F: tl.constexpr, SPLITS: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
-    ROUNDED: tl.constexpr, TOPK: tl.constexpr, OUT_TOPK: tl.constexpr, BLOCK_R: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """Sums, activation, weight and store of a tile of routes, eight at a time."""
-    for first in range(0, COLUMNS, 8):
-        routes, live = _taken(
-            ids_ptr, stride_it, slot_ptr, expert, rank + first, T * TOPK, 8, TOPK, BLOCK_R
-        )
-        weight = 1.0
-        if route_weight_ptr is not None:
-            weight_ptrs = route_weight_ptr + route_rows(routes, stride_rt, 1, TOPK)
-            weight = tl.load(weight_ptrs, mask=live, other=0.0)[None, :]
-        column_ptrs = partial_ptr + (routes.to(tl.int64) * SPLITS * N)[None, :]
-        out_ptrs = out_ptr + route_rows(routes, stride_ot, stride_ok, OUT_TOPK)[None, :]
-        if GATED:
-            offs_i = pid_f * (BLOCK_F // 2) + tl.arange(0, BLOCK_F // 2)[:, None]
-            mask = (offs_i < N // 2) & live[None, :]
-            gate = _summed(column_ptrs + 2 * offs_i, N, mask, SPLITS)
-            up = _summed(column_ptrs + 2 * offs_i + 1, N, mask, SPLITS)
-            hidden = activated_pair(gate, up, limit) * weight
-            if out_scale_ptr is not None:
-                hidden, code = quantized_group(hidden.to(ROUNDED).to(tl.float32), 0)
-                scale_ptrs = out_scale_ptr + routes.to(tl.int64) * stride_oc + pid_f
-                tl.store(scale_ptrs, code.to(tl.uint8), mask=live)
-            tl.store(out_ptrs + offs_i, hidden.to(out_ptr.dtype.element_ty), mask=mask)
-        else:
-            offs_n = pid_f * BLOCK_F + tl.arange(0, BLOCK_F)[:, None]
-            mask = (offs_n < N) & live[None, :]
-            out = _summed(column_ptrs + offs_n, N, mask, SPLITS) * weight
-            out_ptrs += matrix_rows(offs_n, N, INTERLEAVED)
-            tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _finish_tokens(
-    partial_ptr, ids_ptr, stride_it, slot_ptr, offs_n, shared_ptr, stride_st, out_ptr, stride_ot,
-    N, T, TOPK: tl.constexpr, SPLITS: tl.constexpr,
-):  # fmt: skip
-    """Each token's sum over its routes, eight tokens at a time."""
-    mask_n = (offs_n < N)[:, None]
-    for start in range(0, T, 8):
-        tokens = start + tl.arange(0, 8)
-        live = tokens < T
-        acc = tl.zeros((offs_n.shape[0], 8), tl.float32)
-        for k in range(0, TOPK):
-            routes = tokens * TOPK + k
-            _, slots = _slots(ids_ptr, stride_it, slot_ptr, routes, live, TOPK)
-            mask = mask_n & (slots >= 0)[None, :]
-            ptrs = partial_ptr + (routes.to(tl.int64) * SPLITS * N)[None, :] + offs_n[:, None]
-            acc += _summed(ptrs, N, mask, SPLITS).to(out_ptr.dtype.element_ty).to(tl.float32)
-        mask = mask_n & live[None, :]
-        rows = tokens.to(tl.int64)[None, :]
-        if shared_ptr is not None:
-            ptrs = shared_ptr + rows * stride_st + offs_n[:, None]
-            acc += tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
-        ptrs = out_ptr + rows * stride_ot + offs_n[:, None]
-        tl.store(ptrs, acc.to(out_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit
 def _moe_gemv_fp4_kernel(
     x_ptr, stride_xt,  # [rows, K]
     x_scale_ptr, stride_xs,  # [rows, ceil(K/128)]
@@ -447,18 +322,18 @@ def _moe_gemv_fp4_kernel(
     slot = expert
     if slot_ptr is not None:
         slot = tl.load(slot_ptr + tl.maximum(expert, 0), mask=expert >= 0, other=-1)
-    rank, num_live = _counted(ids_ptr, stride_it, slot_ptr, expert, route, T * TOPK, TOPK, BLOCK_R)
+    rank, num_live = counted(ids_ptr, stride_it, slot_ptr, expert, route, T * TOPK, TOPK, BLOCK_R)
     if slot < 0:
         # with no live route at all nobody arrives last
         if COMBINE and num_live + route + split == 0:
-            _finish_tokens(
+            finish_tokens(
                 partial_ptr, ids_ptr, stride_it, slot_ptr, offs_n, shared_ptr, stride_st, out_ptr,
                 stride_ot, N, T, TOPK, SPLITS,
             )  # fmt: skip
         return
     if rank % COLUMNS != 0:
         return
-    routes, live = _taken(
+    routes, live = taken(
         ids_ptr, stride_it, slot_ptr, expert, rank, T * TOPK, COLUMNS, TOPK, BLOCK_R
     )
     x_rows = (routes // PER_ROW).to(tl.int64)
@@ -486,12 +361,12 @@ def _moe_gemv_fp4_kernel(
         before = tl.atomic_add(counter, columns, sem="acq_rel")
         if before + columns == num_live * SPLITS:
             tl.store(counter, 0)
-            _finish_tokens(
+            finish_tokens(
                 partial_ptr, ids_ptr, stride_it, slot_ptr, offs_n, shared_ptr, stride_st,
                 out_ptr, stride_ot, N, T, TOPK, SPLITS,
             )  # fmt: skip
     elif SPLITS == 1 and BLOCK_F == BLOCK_N:
-        _finish_routes(
+        finish_columns(
             partial_ptr, ids_ptr, stride_it, slot_ptr, expert, rank, pid_n, route_weight_ptr,
             stride_rt, out_ptr, stride_ot, stride_ok, out_scale_ptr, stride_oc, N, T, limit,
             BLOCK_F, SPLITS, GATED, INTERLEAVED, ROUNDED, TOPK, OUT_TOPK, BLOCK_R, COLUMNS,
@@ -502,7 +377,7 @@ def _moe_gemv_fp4_kernel(
         counter = counters_ptr + route * tl.cdiv(N, BLOCK_F) + pid_f
         if tl.atomic_add(counter, 1, sem="acq_rel") == tiles * SPLITS - 1:
             tl.store(counter, 0)
-            _finish_routes(
+            finish_columns(
                 partial_ptr, ids_ptr, stride_it, slot_ptr, expert, rank, pid_f, route_weight_ptr,
                 stride_rt, out_ptr, stride_ot, stride_ok, out_scale_ptr, stride_oc, N, T, limit,
                 BLOCK_F, SPLITS, GATED, INTERLEAVED, ROUNDED, TOPK, OUT_TOPK, BLOCK_R, COLUMNS,
