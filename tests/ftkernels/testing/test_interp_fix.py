@@ -1,7 +1,7 @@
 """The patched interpreter against torch: formats, arithmetic, reductions, poison and bounds.
 
 Mutants tried: truncating casts to bf16, no saturation, ties away from zero, dot on bit patterns,
-no poison, bounds off by one element.
+no poison, bounds off by one element, a comparison that keeps the operands' type (Triton 3.9).
 """
 
 from __future__ import annotations
@@ -62,6 +62,13 @@ def _compare_kernel(a_ptr, b_ptr, out_ptr, BLOCK: tl.constexpr):
     offs = tl.arange(0, BLOCK)
     a, b = tl.load(a_ptr + offs), tl.load(b_ptr + offs)
     tl.store(out_ptr + offs, (a < b).to(tl.int32) + 2 * (a == b).to(tl.int32))
+
+
+@triton.jit
+def _scalar_mask_kernel(n_ptr, x_ptr, out_ptr, BLOCK: tl.constexpr):
+    offs, n = tl.arange(0, BLOCK), tl.load(n_ptr)
+    mask = (offs < n) & (n - 1 >= 2)
+    tl.store(out_ptr + offs, tl.load(x_ptr + offs, mask=mask, other=-1.0))
 
 
 @triton.jit
@@ -196,6 +203,14 @@ def test_bf16_comparisons():
     out = torch.empty(BLOCK, dtype=torch.int32)
     _compare_kernel[(1,)](a, b, out, BLOCK=BLOCK)
     assert_close(out, (a < b).int() + 2 * (a == b).int())
+
+
+@pytest.mark.parametrize("n", [0, 2, 3, 16])
+def test_a_mask_of_a_block_and_a_scalar(n):
+    x, out = randn(16), torch.full((16,), float("nan"))
+    _scalar_mask_kernel[(1,)](torch.tensor([n], dtype=torch.int32), x, out, BLOCK=16)
+    live = torch.arange(16) < (n if n > 2 else 0)
+    assert torch.equal(out, torch.where(live, x, -1.0))
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
