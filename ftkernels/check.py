@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -11,6 +10,7 @@ from ftkernels.spec import COUNTER_BYTES
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 INTS = (torch.int32, torch.int64)
+_LARGEST: float = torch.finfo(torch.float32).max
 Shape = Sequence[int | None]
 
 
@@ -119,7 +119,7 @@ def output(
         return torch.empty(size, dtype=wanted, device=like.device)
     tensor(op, name, out, (wanted,), size, "the result's shape", like)
     require(
-        out.is_contiguous() or all(s or n < 2 for n, s in zip(out.shape, out.stride())),  # noqa: B905
+        _is_disjoint(out),
         lambda: f"{op}: {name} has strides {out.stride()}, expected rows that do not overlap",
     )
     if out.is_meta:
@@ -143,7 +143,7 @@ def written(
     """Refuse a tensor that is changed in place and shares memory with an input, or with itself."""
     if not isinstance(target, torch.Tensor) or target.is_meta:
         return
-    if target.shape[0] > 1 and target.stride(0) == 0:
+    if not _is_disjoint(target):
         raise ValueError(
             f"{op}: {name} has strides {target.stride()}, expected memory of its own for each entry"
         )
@@ -153,6 +153,19 @@ def written(
             raise ValueError(
                 f"{op}: {name} is overlapping {other} in memory, expected memory of its own"
             )
+
+
+def _is_disjoint(x: torch.Tensor) -> bool:
+    """Whether no two elements share memory: each stride goes past all that lies within it."""
+    if x.is_contiguous():
+        return True
+    extent = 1
+    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
+        if size > 1:
+            if stride < extent:
+                return False
+            extent = stride * (size - 1) + extent
+    return True
 
 
 def overlaps(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -178,12 +191,12 @@ def _span(x: torch.Tensor) -> tuple[int, int]:
 
 
 def number(op: str, name: str, value: object, low: float | None = None) -> None:
-    """Raise `TypeError` for what is no number, `ValueError` for one not finite or below `low`."""
-    if type(value) is float and math.isfinite(value) and (low is None or value >= low):
+    """Raise `TypeError` for what is no number, `ValueError` for one below `low` or past fp32."""
+    if type(value) is float and abs(value) <= _LARGEST and (low is None or value >= low):
         return
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{op}: {name} is {value!r}, expected a number")
-    if not math.isfinite(value) or (low is not None and value < low):
+    if not abs(value) <= _LARGEST or (low is not None and value < low):
         bound = "a finite number" if low is None else f">= {low:g}"
         raise ValueError(f"{op}: {name} is {value}, expected {bound}")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -86,6 +87,24 @@ def registry() -> tuple[KernelSpec, ...]:
     return tuple(specs)
 
 
+def _check_dims(op: str, function: Callable[..., int], dims: Mapping[str, int]) -> None:
+    parameters = inspect.signature(function).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return
+    missing = [n for n, p in parameters.items() if p.default is p.empty and n not in dims]
+    unknown = [name for name in dims if name not in parameters]
+    if missing or unknown:
+        raise ValueError(
+            f"scratch_bytes: sizes of {op} are {', '.join(dims) or 'none'}, expected "
+            f"{', '.join(parameters)}"
+        )
+    for name, size in dims.items():
+        if type(size) is not int:
+            raise TypeError(f"scratch_bytes: {name} is {size!r}, expected an integer >= 0")
+        if size < 0:
+            raise ValueError(f"scratch_bytes: {name} is {size}, expected an integer >= 0")
+
+
 def scratch_bytes(op: str, **dims: int) -> int:
     """Bytes of `scratch` that `op` needs for these sizes; a pure function.
 
@@ -96,5 +115,6 @@ def scratch_bytes(op: str, **dims: int) -> int:
         if spec.name == op:
             if spec.scratch is None:
                 raise ValueError(f"scratch_bytes: op is {op!r}, expected an op that takes scratch")
+            _check_dims(op, spec.scratch, dims)
             return spec.scratch(**dims)
     raise ValueError(f"scratch_bytes: op is {op!r}, expected the name of an op")

@@ -87,7 +87,12 @@ def mla_decode(
     if scratch is not None:
         count, heads, dim = q.shape
         num_bytes = _num_bytes(count, heads, dim, _splits(q, pools, index_topk, num_splits))
-        check.scratch("mla_decode", scratch, num_bytes, q, (("q", q),))
+        others = (
+            ("q", q), ("window_kv", window_kv), ("window_block_table", window_block_table),
+            ("seq_lens", seq_lens), ("sink", sink), ("cmp_kv", cmp_kv),
+            ("block_table", block_table), ("index_topk", index_topk), ("cos", cos), ("sin", sin),
+        )  # fmt: skip
+        check.scratch("mla_decode", scratch, num_bytes, q, others)
     if backend.use_reference(q):
         return _decode(
             q, pools, seq_lens, softmax_scale, sink, index_topk, cos, sin, return_lse, q_norm_eps,

@@ -23,6 +23,7 @@ import triton.language as tl
 from ftkernels.backend import INTERPRET
 from ftkernels.quant.formats import (
     tl_absbits,
+    tl_clamped_swiglu,
     tl_e4m3_round,
     tl_group_code,
     tl_ue8m0_decode,
@@ -104,9 +105,7 @@ def _load_rows(x_ptr, stride_xt, tokens, live, k, K, limit, SWIGLU: tl.constexpr
     x = tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
     if SWIGLU:
         up = tl.load(ptrs + K, mask=mask, other=0.0).to(tl.float32)
-        gate = tl.minimum(x, limit)
-        up = tl.minimum(tl.maximum(up, -limit), limit)
-        x = (gate * tl.sigmoid(gate) * up).to(x_ptr.dtype.element_ty).to(tl.float32)
+        x = tl_clamped_swiglu(x, up, limit).to(x_ptr.dtype.element_ty).to(tl.float32)
     return x
 
 

@@ -68,7 +68,7 @@ def mixed_linear(
             x, weight, weight_scale, dense, x_fp8, x_scale, activation, path, out_dtype, out
         )
     gemv = takes_gemv(path, x.shape[0])
-    if not gemv or weight_scale is None or not (out[0].numel() and out[1].numel()):
+    if not (gemv and x.numel() and out[0].numel() and out[1].numel()) or weight_scale is None:
         given = x if x_fp8 is None or x_scale is None else (x_fp8, x_scale)
         path = "gemv" if gemv else "gemm"
         fp8_linear(

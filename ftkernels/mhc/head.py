@@ -50,7 +50,11 @@ def hc_head(
     out = _checked(streams, fn, scale, base, hc_eps, norm_eps, norm_weight, out)
     if scratch is not None:
         num_bytes = mixing.scratch_bytes(fn.shape[0], streams.shape[1], streams.shape[0])
-        check.scratch("hc_head", scratch, num_bytes, streams)
+        others = (
+            ("streams", streams), ("fn", fn), ("scale", scale), ("base", base),
+            ("norm_weight", norm_weight), ("out", out),
+        )  # fmt: skip
+        check.scratch("hc_head", scratch, num_bytes, streams, others)
     if out.numel() == 0:
         return out
     if backend.use_reference(streams):

@@ -10,7 +10,7 @@ that a row's bits do not depend on the other rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,6 +83,15 @@ def _strided(x: torch.Tensor | None, dims: int) -> tuple[Any, ...]:
     return (x, *((0,) * dims if x is None else x.stride()[:dims]))
 
 
+def given_outputs(
+    out: tuple[torch.Tensor, ...] | None,
+) -> Iterator[tuple[str, torch.Tensor | None]]:
+    """Outputs of a call by name, for the tensors that its scratch must not overlap."""
+    if isinstance(out, tuple | list):
+        for index, tensor in enumerate(out):
+            yield f"out[{index}]", tensor if isinstance(tensor, torch.Tensor) else None
+
+
 def launch(
     op: str, cfg: MixConfig, streams: torch.Tensor, fn: torch.Tensor, scale: torch.Tensor,
     base: torch.Tensor, norm_weight: torch.Tensor | None, hc_eps: float, norm_eps: float,
@@ -101,8 +110,8 @@ def launch(
     """
     num_tokens, hc, width = streams.shape
     rows = fn.shape[0]
-    others = (("out", x), ("streams", streams))
-    scratch = check.scratch(op, scratch, scratch_bytes(rows, hc, num_tokens), streams, others)
+    if scratch is None:  # a given one has been checked
+        scratch = check.scratch(op, None, scratch_bytes(rows, hc, num_tokens), streams)
     split = max(cfg.block_k, triton.next_power_of_2(triton.cdiv(width, _MOST_SPLITS)))
     num_splits, block_n = triton.cdiv(width, split), _block_n(rows, hc)
     used = COUNTER_BYTES + num_tokens * num_splits * block_n * 4
@@ -266,9 +275,7 @@ def _coefficients(
             rate = rms * tl.load(scale_ptr + 1)
             post = 2.0 * tl.sigmoid(tl.fma(mix, rate, tl.load(base_ptr + HC + h)))
             tl.store(post_ptr + offs_t * stride_pt + h, post, mask=live)
-        comb = _sinkhorn(
-            row_ptrs, live, base_ptr, rms * tl.load(scale_ptr + 2), hc_eps, HC, ITERS
-        )
+        comb = _sinkhorn(row_ptrs, live, base_ptr, rms * tl.load(scale_ptr + 2), hc_eps, HC, ITERS)
         comb_ptrs = comb_ptr + offs_t * stride_ct
         for j in tl.static_range(HC):
             for k in tl.static_range(HC):

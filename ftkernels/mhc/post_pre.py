@@ -55,7 +55,12 @@ def hc_post_pre(
     )  # fmt: skip
     if scratch is not None:
         num_bytes = mixing.scratch_bytes(fn.shape[0], streams.shape[1], streams.shape[0])
-        check.scratch("hc_post_pre", scratch, num_bytes, streams)
+        others = (
+            ("y", y), ("streams", streams), ("post", post), ("comb", comb), ("fn", fn),
+            ("scale", scale), ("base", base), ("norm_weight", norm_weight),
+            *mixing.given_outputs(out),
+        )  # fmt: skip
+        check.scratch("hc_post_pre", scratch, num_bytes, streams, others)
     if streams.numel() and backend.use_reference(streams):
         return _plain(
             y, streams, post, comb, fn, scale, base, hc_eps, norm_eps, sinkhorn_iters, norm_weight,
@@ -129,9 +134,7 @@ def _plain(
             y, streams, post, comb, fn, scale, base, norm_weight, quantize, out
         )  # fmt: skip
         new.copy_(mixed_plain(y, streams, post, comb))
-    return new, *plain(
-        new, fn, scale, base, norm_weight, hc_eps, norm_eps, iters, quantize, rest
-    )
+    return new, *plain(new, fn, scale, base, norm_weight, hc_eps, norm_eps, iters, quantize, rest)
 
 
 def default_config(key: Case) -> MixConfig:

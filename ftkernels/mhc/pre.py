@@ -24,6 +24,7 @@ from ftkernels.target import Target
 
 Mixes = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 QuantizedMixes = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+MOST_ITERS = 1000
 
 
 def hc_pre(
@@ -60,7 +61,11 @@ def hc_pre(
     _check(streams, fn, scale, base, hc_eps, norm_eps, sinkhorn_iters, norm_weight)
     if scratch is not None:
         num_bytes = mixing.scratch_bytes(fn.shape[0], streams.shape[1], streams.shape[0])
-        check.scratch("hc_pre", scratch, num_bytes, streams)
+        others = (
+            ("streams", streams), ("fn", fn), ("scale", scale), ("base", base),
+            ("norm_weight", norm_weight), *mixing.given_outputs(out),
+        )  # fmt: skip
+        check.scratch("hc_pre", scratch, num_bytes, streams, others)
     inputs = (fn, scale, base, norm_weight)
     if streams.shape[0] and streams.shape[2] and backend.use_reference(streams):
         made = None if out is None else outputs("hc_pre", streams, inputs, quantize, out)
@@ -97,7 +102,10 @@ def check_parameters(
     check.tensor(op, "scale", scale, fp32, (3,), "[3]", streams)
     check.tensor(op, "base", base, fp32, (rows,), "[(2+hc)*hc]", streams)
     sinkhorn.check_common(op, streams, hc_eps, norm_eps, norm_weight)
-    check.require(iters >= 1, lambda: f"{op}: sinkhorn_iters is {iters}, expected >= 1")
+    check.integer(op, "sinkhorn_iters", iters, 1)
+    check.require(
+        iters <= MOST_ITERS, lambda: f"{op}: sinkhorn_iters is {iters}, expected 1 to {MOST_ITERS}"
+    )
 
 
 def outputs(

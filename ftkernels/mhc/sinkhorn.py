@@ -190,8 +190,8 @@ def check_common(
         lambda: f"{op}: streams has {tokens} tokens, expected at most {MOST_TOKENS}",
     )
     check.require(streams.shape[1] >= 1, f"{op}: streams has hc = 0, expected at least one stream")
-    check.require(hc_eps >= 0, lambda: f"{op}: hc_eps is {hc_eps}, expected >= 0")
-    check.require(norm_eps >= 0, lambda: f"{op}: norm_eps is {norm_eps}, expected >= 0")
+    check.number(op, "hc_eps", hc_eps, 0)
+    check.number(op, "norm_eps", norm_eps, 0)
     if norm_weight is not None:
         size = (streams.shape[2],)
         check.tensor(op, "norm_weight", norm_weight, check.FLOATS, size, "[C]", streams)

@@ -36,6 +36,13 @@ class ExpertBank:
         if self.packed or self.w13_scale is None or self.w2_scale is None:
             form = "packed" if self.packed else "dequantized"
             raise ValueError(f"ExpertBank.pack: the bank is {form}, expected checkpoint codes")
+        experts, rows, half = self.w13.shape
+        down = (experts, 2 * half, rows // 4)
+        if tuple(self.w2.shape) != down:
+            raise ValueError(
+                f"ExpertBank.pack: w2 is {tuple(self.w2.shape)}, expected {down} beside a w13 of "
+                f"{tuple(self.w13.shape)}"
+            )
         w13 = pack_fp4(self.w13, self.w13_scale, gated=True, fold=foldable(self.w13_scale))
         w2 = pack_fp4(self.w2, self.w2_scale, fold=foldable(self.w2_scale))
         return ExpertBank(*w13, *w2, packed=True)

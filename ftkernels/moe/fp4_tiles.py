@@ -313,13 +313,6 @@ def matrix_rows(rows, N, IN_TURN: tl.constexpr):
 
 
 @triton.jit
-def activated_pair(gate, up, limit):
-    """SwiGLU with clamp, as ``swiglu_clamp``; the gate has no lower bound."""
-    gate = tl.minimum(gate, limit)
-    return gate * tl.sigmoid(gate) * tl.minimum(tl.maximum(up, -limit), limit)
-
-
-@triton.jit
 def quantized_group(x, AXIS: tl.constexpr):
     """Values of one FP8 group along AXIS on the E4M3 grid, and the group's scale codes, as
     ``quantize_fp8``."""

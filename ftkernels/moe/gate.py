@@ -63,7 +63,9 @@ def gate_topk(
     Graph-safe when ``out`` and ``scratch`` are given. One launch; by "gemv" one for 256 rows each.
     """
     out = _checked_topk(x, weight, bias, topk, score, num_tokens, path, out)
-    scratch = _given_scratch("gate_topk", x, weight, out, scratch)
+    check.number("gate_topk", "route_scale", route_scale)
+    more = (("bias", bias), ("num_tokens", num_tokens))
+    scratch = _given_scratch("gate_topk", x, weight, out, scratch, *more)
     if x.shape[0] == 0:
         return out
     if backend.use_reference(x):
@@ -97,7 +99,9 @@ def gate_hash(
     Graph-safe when ``out`` and ``scratch`` are given. One launch; by "gemv" one for 256 rows each.
     """
     out = _checked_hash(x, weight, token_ids, tid2eid, score, num_tokens, path, out)
-    scratch = _given_scratch("gate_hash", x, weight, out, scratch)
+    check.number("gate_hash", "route_scale", route_scale)
+    more = (("token_ids", token_ids), ("tid2eid", tid2eid), ("num_tokens", num_tokens))
+    scratch = _given_scratch("gate_hash", x, weight, out, scratch, *more)
     if x.shape[0] == 0 or tid2eid.shape[1] == 0:
         return out
     if backend.use_reference(x):
@@ -118,6 +122,7 @@ def _checked_topk(
     num_experts = weight.shape[0]
     if bias is not None:
         check.tensor(op, "bias", bias, (torch.float32,), (num_experts,), "[E]", x)
+    check.integer(op, "topk", topk, min(1, topk) if isinstance(topk, int) else 1)
     if not 1 <= topk <= num_experts:
         raise ValueError(f"{op}: topk is {topk}, expected 1 to {num_experts}")
     return check_routes(op, x, topk, score, num_tokens, out, (weight, bias, num_tokens))
@@ -141,11 +146,12 @@ def _check(op: str, x: torch.Tensor, weight: torch.Tensor, path: str | None) -> 
 
 
 def _given_scratch(
-    op: str, x: torch.Tensor, weight: torch.Tensor, out: Routes, scratch: torch.Tensor | None
-) -> torch.Tensor | None:
+    op: str, x: torch.Tensor, weight: torch.Tensor, out: Routes, scratch: torch.Tensor | None,
+    *more: tuple[str, torch.Tensor | None],
+) -> torch.Tensor | None:  # fmt: skip
     if scratch is None:
         return None
-    others = (("x", x), ("weight", weight), ("topk_weights", out[0]), ("topk_ids", out[1]))
+    others = (("x", x), ("weight", weight), ("topk_weights", out[0]), ("topk_ids", out[1]), *more)
     num_bytes = _scratch(T=x.shape[0], E=weight.shape[0], C=x.shape[1])
     return check.scratch(op, scratch, num_bytes, x, others)
 

@@ -34,13 +34,13 @@ from ftkernels.moe.experts import (
     widen_x,
 )  # fmt: skip
 from ftkernels.moe.fp4_tiles import (
-    activated_pair,
     matrix_rows,
     quantized_group,
     route_rows,
     tile_products,
 )  # fmt: skip
 from ftkernels.quant.act_quant import Pair
+from ftkernels.quant.formats import tl_clamped_swiglu
 from ftkernels.quant.pack import TILE_ROWS, pack_fp4
 from ftkernels.spec import Case, Inputs, KernelSpec
 from ftkernels.target import Target
@@ -94,7 +94,13 @@ def moe_gemm_fp4(
     )  # fmt: skip
     if scratch is not None:
         num_bytes = scratch_bytes(*x.shape)
-        check.scratch("moe_gemm_fp4", scratch, num_bytes, x, (("x", x), ("out", out)))
+        others = (
+            ("x", x), ("x_scale", x_scale), ("weight", weight), ("weight_scale", weight_scale),
+            ("sorted_token_ids", sorted_token_ids), ("expert_ids", expert_ids),
+            ("num_tokens_post_padded", num_tokens_post_padded),
+            ("slot_of_expert", slot_of_expert), ("route_weights", route_weights), ("out", out),
+        )  # fmt: skip
+        check.scratch("moe_gemm_fp4", scratch, num_bytes, x, others)
     if num_routes == 0:
         return out
     order = (sorted_token_ids, expert_ids, num_tokens_post_padded)
@@ -250,7 +256,7 @@ def launch(
             *experts.arguments(), *order, slot_of_expert, *weight_arguments(route_weights, topk),
             *out_arguments(out), out_scale, 0 if out_scale is None else out_scale.stride(0),
             num_rows, k, x.shape[0] * topk, tiles_n,
-            swiglu_limit if swiglu_limit else float("inf"),
+            float(swiglu_limit) if swiglu_limit else float("inf"),
             TOPK=topk, OUT_TOPK=out_topk(out), BLOCK_M=block_m, PER_BLOCK=per_block,
             TILE_M=tile_m, BLOCK_N=block_n, GATED=gated, INTERLEAVED=experts.gated,
             LAYOUT=experts.layout, TAIL=k % ACT_GROUP // GROUP, WHOLE=num_rows % TILE_ROWS == 0,
@@ -344,7 +350,7 @@ def _moe_gemm_fp4_kernel(
     out_rows = out_ptr + route_rows(routes, stride_ot, stride_ok, OUT_TOPK)[:, None]
     if GATED:
         gate, up = tl.split(tl.reshape(acc, (TILE_M, BLOCK_N // 2, 2)))
-        hidden = activated_pair(gate, up, limit) * weight
+        hidden = tl_clamped_swiglu(gate, up, limit) * weight
         offs_i = pid_n * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
         mask = live[:, None] & (offs_i < N // 2)[None, :]
         if out_scale_ptr is not None:

@@ -94,17 +94,22 @@ def moe_gemv_fp4(
     )  # fmt: skip
     if out.shape[0] == 0:
         return out
-    if experts.scale is None or backend.use_reference(x):
-        if scratch is not None:
-            check.given_scratch("moe_gemv_fp4", scratch, x)
+    num_routes, x_bytes = out.shape[0], quantized_bytes(*x.shape)
+    num_bytes = x_bytes + partial_bytes(num_routes, experts.num_rows, experts.k)
+    others = (
+        ("x", x), ("x_scale", x_scale), ("weight", weight), ("weight_scale", weight_scale),
+        ("topk_ids", topk_ids), ("slot_of_expert", slot_of_expert),
+        ("route_weights", route_weights), ("out", out),
+    )  # fmt: skip
+    plain = experts.scale is None or backend.use_reference(x)
+    if scratch is not None or not plain:
+        scratch = check.scratch("moe_gemv_fp4", scratch, num_bytes, x, others)
+    if plain:
         return _reference(
             x, experts, topk_ids, x_scale, slot_of_expert, swiglu_limit, route_weights, activation,
             out,
         )  # fmt: skip
-    num_routes, x_bytes = out.shape[0], quantized_bytes(*x.shape)
-    num_bytes = x_bytes + partial_bytes(num_routes, experts.num_rows, experts.k)
-    others = (("x", x), ("out", out))
-    scratch = check.scratch("moe_gemv_fp4", scratch, num_bytes, x, others)
+    assert scratch is not None
     if x_scale is None and activation == "fp8":
         x, x_scale = quantized(x, scratch)
     launch(
@@ -283,7 +288,7 @@ def launch(
                 *weight_arguments(weights, topk), *out_arguments(whole),
                 scale, 0 if scale is None else scale.stride(0),
                 extra, 0 if extra is None else extra.stride(0), counters, partial,
-                num_rows, k, count, swiglu_limit if swiglu_limit else float("inf"),
+                num_rows, k, count, float(swiglu_limit) if swiglu_limit else float("inf"),
                 TOPK=topk, OUT_TOPK=out_topk(whole), PER_ROW=per_row,
                 BLOCK_R=min(64, max(16, triton.next_power_of_2(count * topk))),
                 COLUMNS=min(_MOST_COLUMNS, max(8, triton.next_power_of_2(count))),

@@ -9,7 +9,8 @@ import triton
 import triton.language as tl
 
 from ftkernels import backend  # noqa: F401  (first: it fixes interpretation)
-from ftkernels.moe.fp4_tiles import activated_pair, matrix_rows, quantized_group, route_rows
+from ftkernels.moe.fp4_tiles import matrix_rows, quantized_group, route_rows
+from ftkernels.quant.formats import tl_clamped_swiglu
 
 
 @triton.jit
@@ -92,7 +93,7 @@ def finish_columns(
             mask = (offs_i < N // 2) & live[None, :]
             gate = _summed(column_ptrs + 2 * offs_i, N, mask, SPLITS)
             up = _summed(column_ptrs + 2 * offs_i + 1, N, mask, SPLITS)
-            hidden = activated_pair(gate, up, limit) * weight
+            hidden = tl_clamped_swiglu(gate, up, limit) * weight
             if out_scale_ptr is not None:
                 hidden, code = quantized_group(hidden.to(ROUNDED).to(tl.float32), 0)
                 scale_ptrs = out_scale_ptr + routes.to(tl.int64) * stride_oc + pid_f

@@ -67,6 +67,7 @@ def moe_fp4(
         path: "gemm" or "gemv" pins the choice, else it goes by the number of routes.
         routed_out: ``[T, topk, C]``; routes whose expert has a slot are written there and nothing
             is combined: a step is run in groups this way, with one ``moe_combine`` at the end.
+            Without ``out`` and ``shared``.
         out_dtype: that of ``x`` when omitted, bf16 for e4m3.
         scratch: as ``scratch_bytes("moe_fp4", T=.., topk=.., I=.., C=.., E=..)`` says, with
             ``bytes=4`` for fp32; allocated when omitted.
@@ -84,16 +85,22 @@ def moe_fp4(
         x, w13, w13_scale, w2, w2_scale, topk_weights, topk_ids, swiglu_limit, x_scale,
         slot_of_expert, shared, activation, packed, gated, path, routed_out, out_dtype, out,
     )  # fmt: skip
-    if call.dense or backend.use_reference(x):
-        if scratch is not None:
-            check.given_scratch("moe_fp4", scratch, x)
-        return _reference(call, out)
     num_tokens, topk = topk_ids.shape
+    plain = call.dense or call.w2.k == 0 or backend.use_reference(x)
+    if plain and scratch is None:
+        return _reference(call, out)
     size = {"T": num_tokens, "topk": topk, "I": call.w2.k, "C": call.w13.k}
     itemsize = max(call.hidden_dtype.itemsize, call.out_dtype.itemsize)
     num_bytes = _scratch(**size, E=call.num_experts, bytes=itemsize)
-    others = (("x", x), ("out", out), ("routed_out", routed_out), ("shared", shared))
+    others = (
+        ("x", x), ("x_scale", x_scale), ("w13", w13), ("w13_scale", w13_scale), ("w2", w2),
+        ("w2_scale", w2_scale), ("topk_weights", topk_weights), ("topk_ids", topk_ids),
+        ("slot_of_expert", slot_of_expert), ("shared", shared), ("out", out),
+        ("routed_out", routed_out),
+    )  # fmt: skip
     scratch = check.scratch("moe_fp4", scratch, num_bytes, x, others)
+    if plain:
+        return _reference(call, out)
     if out is None and routed_out is None:
         out = torch.empty(num_tokens, call.w13.k, dtype=call.out_dtype, device=x.device)
     result = out if routed_out is None else routed_out
@@ -181,7 +188,8 @@ def _checked(
             f"{op}: w2 is {tuple(w2.shape)}, expected {w13.shape[0]} experts of {x.shape[1]} rows"
         ),
     )
-    check.number(op, "swiglu_limit", swiglu_limit, 0)
+    if swiglu_limit != float("inf"):
+        check.number(op, "swiglu_limit", swiglu_limit, 0)
     check.require(
         activation in ("fp8", "bf16"),
         lambda: f"{op}: activation is {activation!r}, expected 'fp8' or 'bf16'",
@@ -201,6 +209,11 @@ def _checked(
     given = (
         w13, w13_scale, w2, w2_scale, topk_weights, topk_ids, slot_of_expert, shared, x_scale,
     )  # fmt: skip
+    for name, given_too in (("out", out), ("shared", shared)):
+        check.require(
+            routed_out is None or given_too is None,
+            f"{op}: {name} is given with routed_out, expected None: nothing is combined then",
+        )
     if out is not None:
         check.output(op, out, tuple(x.shape), like=x, dtype=dtype, inputs=given)
     if shared is not None:

@@ -15,6 +15,7 @@ import triton.language as tl
 
 from ftkernels import backend, check, config
 from ftkernels.linear.linear import wide
+from ftkernels.quant.formats import tl_clamped_swiglu
 from ftkernels.spec import Case, Inputs, KernelSpec
 from ftkernels.target import Target
 from ftkernels.testing import randn
@@ -57,7 +58,7 @@ def swiglu_clamp(
             gate_up, gate_up.stride(0),
             weights, 0 if weights is None else weights.stride(0),
             out, out.stride(0),
-            inter, limit if limit > 0 else float("inf"),
+            inter, float(limit) if limit > 0 else float("inf"),
             HAS_WEIGHTS=weights is not None, BLOCK_I=cfg.block_i, num_warps=cfg.num_warps,
         )  # fmt: skip
     return out
@@ -130,10 +131,7 @@ def _swiglu_clamp_kernel(
     gate_ptrs = gate_up_ptr + pid_t * stride_gt + offs_i
     gate = tl.load(gate_ptrs, mask=mask_i, other=0.0).to(tl.float32)
     up = tl.load(gate_ptrs + I, mask=mask_i, other=0.0).to(tl.float32)
-    # the model clamps gate from above only
-    gate = tl.minimum(gate, limit)
-    up = tl.minimum(tl.maximum(up, -limit), limit)
-    out = gate * tl.sigmoid(gate) * up
+    out = tl_clamped_swiglu(gate, up, limit)
     if HAS_WEIGHTS:
         out *= tl.load(weights_ptr + pid_t * stride_wt)
     tl.store(out_ptr + pid_t * stride_ot + offs_i, out.to(out_ptr.dtype.element_ty), mask=mask_i)

@@ -112,6 +112,15 @@ def into_groups(x: torch.Tensor, group: int) -> torch.Tensor:
 
 
 @triton.jit
+def tl_clamped_swiglu(gate, up, limit):
+    """``silu(min(gate, limit)) * clamp(up, -limit, limit)``; NaN stays NaN."""
+    ALL: tl.constexpr = tl.PropagateNan.ALL
+    gate = tl.minimum(gate, limit, propagate_nan=ALL)
+    up = tl.minimum(tl.maximum(up, -limit, propagate_nan=ALL), limit, propagate_nan=ALL)
+    return gate * tl.sigmoid(gate) * up
+
+
+@triton.jit
 def tl_group_code(absbits, FLOOR_BITS: tl.constexpr, INVERSE: tl.constexpr):
     """int32 UE8M0 codes from the bits of groups' largest magnitudes; NaN, infinity give 255."""
     # as integers NaN > infinity > every number, which a float maximum does not promise
