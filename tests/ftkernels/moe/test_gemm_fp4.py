@@ -56,7 +56,7 @@ def call(x, given_weights, ids, experts, block_m, op=moe_gemm_fp4, **kwargs):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", KINDS[1:])
+@pytest.mark.parametrize("kind", ["scaled", "bf16", "fp32"])
 @pytest.mark.parametrize("form", FORMS)
 def test_multiplies_the_promised_operands(form, kind, run):
     """Sizes go round: tiles of 64 rows whole and short, columns 32, 64, 96 and none past 128."""
@@ -149,7 +149,7 @@ def test_scales_over_their_range(layout, seed, run, lane):
 
 
 @each_layout
-@pytest.mark.parametrize("kind", ["scaled", "bf16"])
+@pytest.mark.parametrize("kind", ["scaled", "fp16"])
 def test_adversarial_sums(layout, kind, run):
     """Sums that cancel, rows of zeros, and the largest codes of both formats."""
     n, k, ids = 34, 160, torch.zeros(4, 1, dtype=torch.int32)

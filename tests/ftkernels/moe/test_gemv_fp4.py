@@ -57,7 +57,7 @@ def test_columns_are_cut_by_the_shape_of_the_weight():
     assert module.num_splits(34, 8192) == 16
 
 
-@pytest.mark.parametrize("kind", KINDS[1:])
+@pytest.mark.parametrize("kind", ["scaled", "bf16", "fp32"])
 @pytest.mark.parametrize("form", FORMS)
 def test_multiplies_the_promised_operands(form, kind, run):
     """Sizes go round: tiles of 64 rows whole and short, columns past 128 and cuts of them."""
@@ -166,7 +166,7 @@ def test_scales_over_their_range(layout, seed, run, lane):
 
 
 @each_layout
-@pytest.mark.parametrize("kind", ["scaled", "bf16"])
+@pytest.mark.parametrize("kind", ["scaled", "fp16"])
 def test_adversarial_sums(layout, kind, run):
     """Sums that cancel, rows of zeros, and the largest codes of both formats."""
     n, k, ids = 34, 160, torch.zeros(4, 1, dtype=torch.int32)
@@ -268,13 +268,13 @@ def test_bits_do_not_depend_on_the_number_of_tokens(run):
         assert torch.equal(call(x[:tokens], weights, others, **part)[0], whole[0])
 
 
-@pytest.mark.parametrize("tile", [16, 128])
-def test_tiles_do_not_matter(tile):
+@pytest.mark.parametrize(("tile", "n"), [(16, 40), (128, 70)])
+def test_tiles_do_not_matter(tile, n):
     ids = torch.zeros(2, 1, dtype=torch.int32)
     for form, (layout, limit, gated) in FORMS.items():
         k = SPLIT if form == "folded-halves" else 96
         x, options, _ = activations(randn(2, k), "scaled")
-        given_weights = fp4(1, 70, k).given(layout, limit, gated)
+        given_weights = fp4(1, n, k).given(layout, limit, gated)
         expected = call(x, given_weights, ids, **options)
         with config.pin("moe_gemv_fp4", GemvConfig(tile, 4, 2)):
             assert torch.equal(call(x, given_weights, ids, **options), expected), form
@@ -316,8 +316,8 @@ def test_launches_scratch_and_counters(lane):
 @settings(max_examples=30, deadline=None)
 @given(
     tokens=st.sampled_from([1, 2, 5]), topk=st.integers(1, 2), n=st.integers(1, 35),
-    blocks=st.integers(1, 13), form=st.sampled_from(list(FORMS)), kind=st.sampled_from(KINDS),
-    per_route=st.booleans(), seed=st.integers(0, 1000),
+    blocks=st.sampled_from([1, 2, 3, 4, 5, 7, 13]), form=st.sampled_from(list(FORMS)),
+    kind=st.sampled_from(KINDS), per_route=st.booleans(), seed=st.integers(0, 1000),
 )  # fmt: skip
 def test_random_sizes(tokens, topk, n, blocks, form, kind, per_route, seed):
     layout, limit, gated = FORMS[form]

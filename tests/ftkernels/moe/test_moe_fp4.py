@@ -288,6 +288,7 @@ def test_bits_of_a_token_in_any_batch(layout, path, run):
     x[4], x[0] = NAN, float("inf")
     again = call(layer, x, weights, ids, layout, path=path, out_dtype=FP32)
     assert torch.equal(again[1:], whole[1:]), "a token without routes is not read either"
+    assert again[0].isnan().all(), "what is no number passes the clamps"
 
 
 def test_cuts_of_the_down_projection(run):
@@ -339,10 +340,10 @@ def test_parts_when_the_counters_do_not_suffice(lane, monkeypatch):
 
 def test_scratch_is_given_back(lane):
     """Counters end at zero; whatever else it held changes nothing; GEMM and GEMV take turns."""
-    layer, ids = Layer(2, inter=32, channels=416), random_ids(2, 2, 2, seed=4)
-    weights = randn(2, 2, seed=4)
-    x = randn(2, 416, dtype=torch.bfloat16)
-    size = scratch_bytes("moe_fp4", T=2, topk=2, I=32, C=416, E=2)
+    layer, ids = Layer(2, inter=32, channels=416), torch.tensor([[1, 0]], dtype=torch.int32)
+    weights = randn(1, 2, seed=4)
+    x = randn(1, 416, dtype=torch.bfloat16)
+    size = scratch_bytes("moe_fp4", T=1, topk=2, I=32, C=416, E=2)
     scratch = torch.full((size,), 255, dtype=torch.uint8)
     scratch[:COUNTER_BYTES] = 0
     for path in ("gemv", "gemm", "gemv"):
@@ -375,8 +376,8 @@ def test_no_routes_and_no_tokens(path, run):
 
 @settings(max_examples=25, deadline=None)
 @given(
-    tokens=st.sampled_from([1, 2, 3]), topk=st.integers(1, 2), inter=st.integers(1, 5),
-    channels=st.integers(1, 5), layout=st.sampled_from(["folded", "halves", "bytes", "checkpoint"]),
+    tokens=st.sampled_from([1, 2]), topk=st.integers(1, 2), inter=st.sampled_from([1, 2, 5]),
+    channels=st.integers(1, 3), layout=st.sampled_from(["folded", "halves", "bytes", "checkpoint"]),
     kind=st.sampled_from(["fp8", "scaled", "bf16", "fp32"]), path=st.sampled_from(["gemm", "gemv"]),
     seed=st.integers(0, 1000),
 )  # fmt: skip
