@@ -87,6 +87,7 @@ def _with_outputs(spec, args, kwargs, name):
     if name == "routed":
         ids, x = args[6], args[0]
         dtype = kwargs.get("out_dtype") or x.dtype
+        kwargs = {k: v for k, v in kwargs.items() if k != "shared"}  # nothing is combined
         return {**kwargs, "routed_out": torch.zeros(*ids.shape, x.shape[1], dtype=dtype)}
     if name.startswith("lse"):
         kwargs = {**kwargs, "return_lse": True}
