@@ -46,8 +46,10 @@ def pack_fp4(
     Args:
         packed: ``[..., N, K/2]`` uint8, low nibble = even column, ``K`` a multiple of 32.
         scale: ``[..., N, K/32]`` uint8 UE8M0 codes.
-        gated: interleave the first and the second half of the rows: 0, N/2, 1, N/2 + 1, ...
-        fold: four neighbouring scales become one int32; False keeps the scale bytes.
+        gated: interleave the first and the second half of the rows: 0, N/2, 1, N/2 + 1, ...; what
+            the expert ops expect of gate and up.
+        fold: four neighbouring scales become one int32; False keeps the scale bytes, as a block of
+            zeros beside others takes (``quantize_fp4`` gives it code 1).
         out: ``(weight, meta)`` as returned, contiguous, not overlapping an input.
 
     Returns:
@@ -96,7 +98,7 @@ def unpack_fp4(
 
     Args:
         weight, meta: as `pack_fp4` returns them.
-        gated: as it was packed.
+        gated: as it was packed, which the tensors do not tell.
         fold: as it was packed; None reads it off ``meta``'s dtype.
         out: ``(packed, scale)``, contiguous, not overlapping an input.
 
