@@ -63,7 +63,7 @@ def moe_fp4(
         shared: ``[T, C]``, added in fp32 before the last rounding.
         activation: "fp8" quantizes ``x`` and the hidden state per 128 channels, "bf16" neither.
         packed: weights and scales are ``pack_fp4``'s.
-        gated: packed ``w13`` comes from ``pack_fp4(gated=True)``; its tensors do not tell, so that one
+        gated: packed ``w13`` comes from ``pack_fp4(gated=True)``; its tensors do not tell, so one
             packed otherwise gives wrong results unseen.
         path: "gemm" or "gemv" pins the choice, else it goes by the number of routes.
         routed_out: ``[T, topk, C]``; routes whose expert has a slot are written there and nothing
