@@ -13,7 +13,7 @@ from ftruntime.kvcache.storage import LayerKV
 from ftruntime.model.batch import ForwardBatch
 from ftruntime.model.compressor import Compressor, Indexer, Tables
 from ftruntime.model.config import ModelConfig
-from ftruntime.model.linear import Fp8Linear, Fp32Linear, Input, columns
+from ftruntime.model.linear import Fp8Linear, Input, columns, stacked
 from ftruntime.model.numerics import Numerics
 
 
@@ -29,7 +29,7 @@ class Attention:
     sink: torch.Tensor
     compressor: Compressor | None
     indexer: Indexer | None
-    projections: Fp32Linear | None
+    projections: torch.Tensor | None
     widths: list[int]
     ratio: int
     config: ModelConfig
@@ -62,7 +62,7 @@ class Attention:
             wo_b=Fp8Linear.of(weights, f"{prefix}.wo_b", numerics),
             sink=t[f"{prefix}.attn_sink"],
             compressor=compressor, indexer=indexer,
-            projections=Fp32Linear.stacked(parts) if parts else None,
+            projections=stacked(parts) if parts else None,
             widths=[part.shape[0] for part in parts],
             ratio=ratio, config=config, numerics=numerics,
         )  # fmt: skip

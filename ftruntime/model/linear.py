@@ -44,6 +44,12 @@ def columns(weight: torch.Tensor) -> torch.Tensor:
     return weight.mT.contiguous().mT
 
 
+def stacked(weights: Sequence[torch.Tensor]) -> torch.Tensor:
+    """All dense matrices as one, in fp32 if any of them is."""
+    mixed = len({weight.dtype for weight in weights}) > 1
+    return columns(torch.cat([w.float() if mixed else w for w in weights]))
+
+
 @dataclass(frozen=True)
 class Fp8Linear:
     """A matrix that is FP8 in the checkpoint, raw or dequantized."""
@@ -83,30 +89,12 @@ class Fp8Linear:
         )  # fmt: skip
 
     def beside(
-        self, other: Fp32Linear, x: Input, batch: ForwardBatch
+        self, dense: torch.Tensor, x: Input, batch: ForwardBatch
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The products with this matrix and with ``other``."""
+        """The products with this matrix and, in fp32, with ``dense``."""
         codes, scale = (None, None) if x.fp8 is None else x.fp8
         return ftkernels.mixed_linear(
-            x.dense, self.weight, self.scale, other.weight, x_fp8=codes, x_scale=scale,
+            x.dense, self.weight, self.scale, dense, x_fp8=codes, x_scale=scale,
             activation=self.numerics.activation, path=batch.path, out_dtype=self.numerics.dtype,
             scratch=batch.scratch,
         )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Fp32Linear:
-    """A matrix whose product is taken in fp32 with an fp32 result."""
-
-    weight: torch.Tensor
-
-    @staticmethod
-    def stacked(weights: list[torch.Tensor]) -> Fp32Linear:
-        """All matrices as one, in fp32 if any of them is."""
-        mixed = len({weight.dtype for weight in weights}) > 1
-        return Fp32Linear(columns(torch.cat([w.float() if mixed else w for w in weights])))
-
-    def __call__(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        return ftkernels.linear(
-            x, self.weight, out_dtype=torch.float32, path=batch.path, scratch=batch.scratch
-        )

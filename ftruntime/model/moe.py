@@ -10,13 +10,13 @@ import ftkernels
 from ftruntime.checkpoint.loader import Weights
 from ftruntime.model.batch import ForwardBatch
 from ftruntime.model.config import ModelConfig
-from ftruntime.model.linear import Fp8Linear, Fp32Linear, Input, columns
+from ftruntime.model.linear import Fp8Linear, Input, columns
 from ftruntime.model.numerics import Numerics
 
 
 @dataclass(frozen=True)
 class MoE:
-    gate: Fp32Linear
+    gate: torch.Tensor
     bias: torch.Tensor | None
     tid2eid: torch.Tensor | None
     bank: ftkernels.ExpertBank
@@ -31,7 +31,7 @@ class MoE:
         hashed = layer < config.num_hash_layers
         w1, w3 = (weights.linears[f"{prefix}shared_experts.{name}"] for name in ("w1", "w3"))
         return MoE(
-            gate=Fp32Linear(columns(weights.tensors[f"{prefix}gate.weight"])),
+            gate=columns(weights.tensors[f"{prefix}gate.weight"]),
             bias=None if hashed else weights.tensors[f"{prefix}gate.bias"],
             tid2eid=weights.tensors[f"{prefix}gate.tid2eid"] if hashed else None,
             bank=_resident(weights.experts[layer], weights.tensors["embed.weight"].device),
@@ -59,12 +59,12 @@ class MoE:
         config = self.config
         if self.tid2eid is not None:
             return ftkernels.gate_hash(
-                x, self.gate.weight, batch.token_ids, self.tid2eid, path=batch.path,
+                x, self.gate, batch.token_ids, self.tid2eid, path=batch.path,
                 route_scale=config.routed_scaling_factor, score=config.scoring_func,
                 scratch=batch.scratch,
             )  # fmt: skip
         return ftkernels.gate_topk(
-            x, self.gate.weight, self.bias, topk=config.num_experts_per_tok, path=batch.path,
+            x, self.gate, self.bias, topk=config.num_experts_per_tok, path=batch.path,
             route_scale=config.routed_scaling_factor, score=config.scoring_func,
             scratch=batch.scratch,
         )  # fmt: skip

@@ -16,7 +16,7 @@ from ftruntime.checkpoint.loader import Weights
 from ftruntime.checkpoint.names import block_tensors
 from ftruntime.model.compressor import Indexer
 from ftruntime.model.config import builtin
-from ftruntime.model.linear import Fp32Linear
+from ftruntime.model.linear import stacked
 from ftruntime.model.numerics import Numerics
 
 
@@ -36,7 +36,7 @@ def test_head_weights_are_scaled_exactly_in_their_own_type(dtype):
     indexer = Indexer.of(Weights(made, {}, []), prefix, config, Numerics.of("official"))
     mine = indexer.weights_proj
     assert mine.dtype == dtype
-    assert Fp32Linear.stacked([torch.zeros(8, 4096, dtype=dtype), mine]).weight.dtype == dtype
+    assert stacked([torch.zeros(8, 4096, dtype=dtype), mine]).dtype == dtype
     ratio = (mine.double() / matrix.double()).unique()
     assert ratio.numel() == 1
     assert math.frexp(ratio.item())[0] == 0.5
