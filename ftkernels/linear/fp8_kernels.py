@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 
 from ftkernels.backend import INTERPRET
+from ftkernels.linear.products import is_last
 from ftkernels.quant.formats import (
     tl_absbits,
     tl_clamped_swiglu,
@@ -298,11 +299,8 @@ def gemv_block(
         else:
             tl.store(sums_ptr + sums_rows + offs_n[:, None], total, mask=mask)
     if SPLITS > 1:
-        # all threads' sums are in memory before the split counts as finished
-        tl.debug_barrier()
-        counter = counters_ptr + chunk * tiles_t + tile_t
-        if tl.atomic_add(counter, 1, sem="acq_rel") == SPLITS - 1:
-            tl.store(counter, 0)
+        last_split = is_last(counters_ptr + chunk * tiles_t + tile_t, SPLITS)
+        if last_split:
             _add_splits(
                 sums_ptr, stride_us, stride_ut, out_ptr, stride_ot, tokens, live, first, R,
                 SPLITS, TILES * BLOCK_N,

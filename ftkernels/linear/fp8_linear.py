@@ -16,7 +16,7 @@ from ftkernels.linear import fp8_product
 from ftkernels.linear.fp8_kernels import BLOCK, candidates, default_config
 from ftkernels.linear.fp8_product import Rows
 from ftkernels.linear.linear import check_path, matmul_rows, wide
-from ftkernels.moe.swiglu import activated
+from ftkernels.moe.swiglu import activated, check_limit, clamp_bound
 from ftkernels.norm.rms_norm import normed
 from ftkernels.quant.round_trip import round_tripped
 from ftkernels.quant.weight_quant import dequantize_fp8_reference
@@ -127,7 +127,7 @@ def _rows(
 ) -> Rows:  # fmt: skip
     if isinstance(x, tuple):
         return Rows(x[0][:, None], x[1])
-    limit = float(swiglu_limit or "inf") if swiglu_limit is not None else None
+    limit = None if swiglu_limit is None else clamp_bound(swiglu_limit)
     return Rows(x[:, None], None, activation == "fp8", norm_weight, float(eps), limit)
 
 
@@ -195,8 +195,7 @@ def _check_x(
         check.tensor(op, "norm_weight", norm_weight, check.FLOATS, (x.shape[1],), "[K]", x)
     if swiglu_limit is None:
         return x, x.shape[1]
-    if swiglu_limit != float("inf"):
-        check.number(op, "swiglu_limit", swiglu_limit, 0)
+    check_limit(op, "swiglu_limit", swiglu_limit)
     if norm_weight is not None:
         raise ValueError(f"{op}: norm_weight is given with swiglu_limit, expected None")
     if x.shape[1] % 2:

@@ -19,7 +19,8 @@ import triton
 import triton.language as tl
 
 from ftkernels import backend, check  # noqa: F401  (backend first: it fixes interpretation)
-from ftkernels.quant.formats import tl_absbits, tl_e4m3_round, tl_group_code, tl_ue8m0_inverse
+from ftkernels.linear.products import is_last
+from ftkernels.quant.formats import tl_quantized_fp8
 from ftkernels.spec import COUNTER_BYTES, Case, Inputs
 from ftkernels.target import Target
 from ftkernels.testing import randn
@@ -309,9 +310,7 @@ def _mix_token(
     tl.store(x_ptr + offs_c, x, mask=mask_c)
     if QUANTIZE:
         grouped = tl.reshape(x.to(tl.float32), (BLOCK_C // 128, 128))
-        # the floor 1e-4 as bits, and 1/448
-        code = tl_group_code(tl.max(tl_absbits(grouped), 1), 0x38D1B717, 1.0 / 448.0)
-        q = tl_e4m3_round(grouped * tl_ue8m0_inverse(code)[:, None])
+        q, code = tl_quantized_fp8(grouped, 1)
         q = tl.reshape(q, (BLOCK_C,)).to(tl.float8e4nv)
         tl.store(x_fp8_ptr + token * stride_qt + offs_c, q, mask=mask_c)
         offs_g = tl.arange(0, BLOCK_C // 128)
@@ -371,11 +370,7 @@ def _hc_mix_kernel(
     acc = tl.where((offs_n == N)[None, :], tl.sum(squares, 1)[:, None], acc)
     out_ptrs = partial_ptr + (offs_t[:, None] * NUM_SPLITS + pid_s) * BLOCK_N + offs_n[None, :]
     tl.store(out_ptrs, acc, mask=mask_t[:, None] & (offs_n <= N)[None, :])
-    # all threads' shares are in memory before the slice counts as finished
-    tl.debug_barrier()
-    counter = counters_ptr + tl.program_id(1)
-    if tl.atomic_add(counter, 1, sem="acq_rel") == NUM_SPLITS - 1:
-        tl.store(counter, 0)
+    if is_last(counters_ptr + tl.program_id(1), NUM_SPLITS):
         _coefficients(
             partial_ptr, scale_ptr, base_ptr, post_ptr, stride_pt, comb_ptr, stride_ct, stride_cj,
             first, T, C, hc_eps, norm_eps, HC, N, BLOCK_N, ITERS, TILE, NUM_SPLITS,

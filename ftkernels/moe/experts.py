@@ -11,7 +11,7 @@ import torch
 from ftkernels import check
 from ftkernels.linear.linear import matmul_rows, wide
 from ftkernels.moe.fp4_tiles import BYTES, CHECKPOINT, FOLDED
-from ftkernels.moe.swiglu import activated
+from ftkernels.moe.swiglu import activated, check_limit
 from ftkernels.quant.act_quant import Pair, quantize_fp8
 from ftkernels.quant.pack import unpack_fp4_reference
 from ftkernels.quant.round_trip import round_tripped
@@ -118,8 +118,8 @@ def check_options(
         activation in ("fp8", "bf16"),
         lambda: f"{op}: activation is {activation!r}, expected 'fp8' or 'bf16'",
     )
-    if swiglu_limit not in (None, float("inf")):
-        check.number(op, "swiglu_limit", swiglu_limit, 0)
+    if swiglu_limit is not None:
+        check_limit(op, "swiglu_limit", swiglu_limit)
     check.require(
         swiglu_limit is None or experts.num_rows % 2 == 0,
         lambda: f"{op}: weight is {tuple(experts.weight.shape)}, expected gate and up rows",

@@ -13,12 +13,8 @@ import triton.language as tl
 
 from ftkernels.backend import INTERPRET
 from ftkernels.quant.formats import (
-    tl_absbits,
     tl_e2m1_decode,
-    tl_e4m3_round,
-    tl_group_code,
     tl_ue8m0_decode,
-    tl_ue8m0_inverse,
 )
 
 FOLDED = tl.constexpr(0)
@@ -310,15 +306,6 @@ def matrix_rows(rows, N, IN_TURN: tl.constexpr):
     if IN_TURN:
         rows = (rows % 2) * (N // 2) + rows // 2
     return rows
-
-
-@triton.jit
-def quantized_group(x, AXIS: tl.constexpr):
-    """Values of one FP8 group along AXIS on the E4M3 grid, and the group's scale codes, as
-    ``quantize_fp8``."""
-    # 1e-4 is the floor of a group's magnitude
-    code = tl_group_code(tl.max(tl_absbits(x), axis=AXIS), 0x38D1B717, 1.0 / 448.0)
-    return tl_e4m3_round(x * tl.expand_dims(tl_ue8m0_inverse(code), AXIS)), code
 
 
 @triton.jit

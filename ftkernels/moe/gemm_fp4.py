@@ -35,12 +35,12 @@ from ftkernels.moe.experts import (
 )  # fmt: skip
 from ftkernels.moe.fp4_tiles import (
     matrix_rows,
-    quantized_group,
     route_rows,
     tile_products,
 )  # fmt: skip
+from ftkernels.moe.swiglu import clamp_bound
 from ftkernels.quant.act_quant import Pair
-from ftkernels.quant.formats import tl_clamped_swiglu
+from ftkernels.quant.formats import tl_clamped_swiglu, tl_quantized_fp8
 from ftkernels.quant.pack import TILE_ROWS, pack_fp4
 from ftkernels.spec import Case, Inputs, KernelSpec
 from ftkernels.target import Target
@@ -256,7 +256,7 @@ def launch(
             *experts.arguments(), *order, slot_of_expert, *weight_arguments(route_weights, topk),
             *out_arguments(out), out_scale, 0 if out_scale is None else out_scale.stride(0),
             num_rows, k, x.shape[0] * topk, tiles_n,
-            float(swiglu_limit) if swiglu_limit else float("inf"),
+            clamp_bound(swiglu_limit or 0.0),
             TOPK=topk, OUT_TOPK=out_topk(out), BLOCK_M=block_m, PER_BLOCK=per_block,
             TILE_M=tile_m, BLOCK_N=block_n, GATED=gated, INTERLEAVED=experts.gated,
             LAYOUT=experts.layout, TAIL=k % ACT_GROUP // GROUP, WHOLE=num_rows % TILE_ROWS == 0,
@@ -355,7 +355,7 @@ def _moe_gemm_fp4_kernel(
         mask = live[:, None] & (offs_i < N // 2)[None, :]
         if out_scale_ptr is not None:
             hidden = tl.where((offs_i < N // 2)[None, :], hidden, 0.0)
-            hidden, code = quantized_group(hidden.to(ROUNDED).to(tl.float32), 1)
+            hidden, code = tl_quantized_fp8(hidden.to(ROUNDED).to(tl.float32), 1)
             scale_ptrs = out_scale_ptr + routes.to(tl.int64) * stride_oc + pid_n
             tl.store(scale_ptrs, code.to(tl.uint8), mask=live)
         tl.store(out_rows + offs_i[None, :], hidden.to(out_ptr.dtype.element_ty), mask=mask)

@@ -41,6 +41,7 @@ from ftkernels.moe.gemm_fp4 import (
     weight_arguments,
 )  # fmt: skip
 from ftkernels.moe.gemv_routes import counted, finish_columns, finish_tokens, taken
+from ftkernels.moe.swiglu import clamp_bound
 from ftkernels.quant.pack import TILE_ROWS
 from ftkernels.spec import COUNTER_BYTES, Case, Inputs, KernelSpec
 from ftkernels.target import Target
@@ -288,7 +289,7 @@ def launch(
                 *weight_arguments(weights, topk), *out_arguments(whole),
                 scale, 0 if scale is None else scale.stride(0),
                 extra, 0 if extra is None else extra.stride(0), counters, partial,
-                num_rows, k, count, float(swiglu_limit) if swiglu_limit else float("inf"),
+                num_rows, k, count, clamp_bound(swiglu_limit or 0.0),
                 TOPK=topk, OUT_TOPK=out_topk(whole), PER_ROW=per_row,
                 BLOCK_R=min(64, max(16, triton.next_power_of_2(count * topk))),
                 COLUMNS=min(_MOST_COLUMNS, max(8, triton.next_power_of_2(count))),

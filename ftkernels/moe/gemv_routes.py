@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 
 from ftkernels import backend  # noqa: F401  (first: it fixes interpretation)
-from ftkernels.moe.fp4_tiles import matrix_rows, quantized_group, route_rows
-from ftkernels.quant.formats import tl_clamped_swiglu
+from ftkernels.moe.fp4_tiles import matrix_rows, route_rows
+from ftkernels.quant.formats import tl_clamped_swiglu, tl_quantized_fp8
 
 
 @triton.jit
@@ -95,7 +95,7 @@ def finish_columns(
             up = _summed(column_ptrs + 2 * offs_i + 1, N, mask, SPLITS)
             hidden = tl_clamped_swiglu(gate, up, limit) * weight
             if out_scale_ptr is not None:
-                hidden, code = quantized_group(hidden.to(ROUNDED).to(tl.float32), 0)
+                hidden, code = tl_quantized_fp8(hidden.to(ROUNDED).to(tl.float32), 0)
                 scale_ptrs = out_scale_ptr + routes.to(tl.int64) * stride_oc + pid_f
                 tl.store(scale_ptrs, code.to(tl.uint8), mask=live)
             tl.store(out_ptrs + offs_i, hidden.to(out_ptr.dtype.element_ty), mask=mask)

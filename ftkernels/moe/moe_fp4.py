@@ -32,7 +32,7 @@ from ftkernels.moe.experts import (
 )  # fmt: skip
 from ftkernels.moe.experts import scratch_bytes as quantized_bytes
 from ftkernels.moe.gemm_fp4 import expert_weights
-from ftkernels.moe.swiglu import activated
+from ftkernels.moe.swiglu import activated, check_limit
 from ftkernels.spec import Case, Inputs, KernelSpec
 from ftkernels.testing import randn
 
@@ -189,8 +189,7 @@ def _checked(
             f"{op}: w2 is {tuple(w2.shape)}, expected {w13.shape[0]} experts of {x.shape[1]} rows"
         ),
     )
-    if swiglu_limit != float("inf"):
-        check.number(op, "swiglu_limit", swiglu_limit, 0)
+    check_limit(op, "swiglu_limit", swiglu_limit)
     check.require(
         activation in ("fp8", "bf16"),
         lambda: f"{op}: activation is {activation!r}, expected 'fp8' or 'bf16'",

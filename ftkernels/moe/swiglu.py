@@ -58,7 +58,7 @@ def swiglu_clamp(
             gate_up, gate_up.stride(0),
             weights, 0 if weights is None else weights.stride(0),
             out, out.stride(0),
-            inter, float(limit) if limit > 0 else float("inf"),
+            inter, clamp_bound(limit),
             HAS_WEIGHTS=weights is not None, BLOCK_I=cfg.block_i, num_warps=cfg.num_warps,
         )  # fmt: skip
     return out
@@ -71,12 +71,22 @@ def _check(gate_up: torch.Tensor, limit: float, weights: torch.Tensor | None) ->
         raise ValueError(
             f"{op}: gate_up is {tuple(gate_up.shape)}, expected [T, 2*I] with an even last size"
         )
-    if limit != float("inf"):
-        check.number(op, "limit", limit, 0)
+    check_limit(op, "limit", limit)
     if weights is not None:
         check.dtype(op, "weights", weights, (torch.float32,))
         check.shape(op, "weights", weights, (gate_up.shape[0],), "[T]")
         check.device(op, "weights", weights, gate_up)
+
+
+def check_limit(op: str, name: str, limit: float) -> None:
+    """Refuse a clamp bound that is no number ``>= 0``; infinity clamps nothing, as 0 does."""
+    if limit != float("inf"):
+        check.number(op, name, limit, 0)
+
+
+def clamp_bound(limit: float) -> float:
+    """What a kernel clamps by: 0 means no clamp."""
+    return float(limit) if limit > 0 else float("inf")
 
 
 def swiglu_clamp_reference(

@@ -16,7 +16,7 @@ import triton.language as tl
 
 from ftkernels import backend, check, config
 from ftkernels.quant import formats
-from ftkernels.quant.formats import tl_absbits, tl_e4m3_round, tl_group_code, tl_ue8m0_inverse
+from ftkernels.quant.formats import tl_quantized_fp8
 from ftkernels.spec import Case, Inputs, KernelSpec
 from ftkernels.target import Target
 from ftkernels.testing import randn
@@ -148,9 +148,7 @@ def _quantize_fp8_kernel(
     offs_k = offs_g[:, None] * GROUP + offs_i[None, :]
     mask_k = (offs_i[None, :] < GROUP) & (offs_k < K)
     x = tl.load(x_ptr + pid_t * stride_xt + offs_k, mask=mask_k, other=0.0).to(tl.float32)
-    # FLOOR_BITS is 1e-4, INVERSE 1/448
-    code = tl_group_code(tl.max(tl_absbits(x), axis=1), 0x38D1B717, 1.0 / 448.0)
-    q = tl_e4m3_round(x * tl_ue8m0_inverse(code)[:, None])
+    q, code = tl_quantized_fp8(x, 1)
     tl.store(x_fp8_ptr + pid_t * stride_qt + offs_k, q.to(tl.float8e4nv), mask=mask_k)
     tl.store(x_scale_ptr + pid_t * stride_st + offs_g, code.to(tl.uint8), mask=offs_g < num_groups)
 

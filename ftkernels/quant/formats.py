@@ -150,6 +150,14 @@ def tl_ue8m0_inverse(code):
 
 
 @triton.jit
+def tl_quantized_fp8(x, AXIS: tl.constexpr):
+    """fp32 groups along AXIS on the E4M3 grid, and their scale codes, as ``quantize_fp8`` does."""
+    # the floor of a group's magnitude, 1e-4, as bits
+    code = tl_group_code(tl.max(tl_absbits(x), axis=AXIS), 0x38D1B717, 1.0 / 448.0)
+    return tl_e4m3_round(x * tl.expand_dims(tl_ue8m0_inverse(code), AXIS)), code
+
+
+@triton.jit
 def tl_round_to_grid(x, LOWEST: tl.constexpr, FRACTION: tl.constexpr):
     """Nearest-even rounding of fp32 `x` to FRACTION mantissa bits.
 
