@@ -48,6 +48,14 @@ def table(code):
 
 
 @triton.jit
+def plain_tables(ROWS: tl.constexpr):
+    """Tables of code 5, the magnitudes themselves, for ROWS rows."""
+    low = tl.full((ROWS, 1), 0x14100800 + 5 * 0x08080800, tl.int32)
+    high = tl.full((ROWS, 1), 0x24201C18 + 5 * 0x08080808, tl.int32)
+    return low, high
+
+
+@triton.jit
 def _looked_up(word, index, low_shift, sign_shift, low, high):
     """Byte ``index`` of a word's four weights by integer arithmetic."""
     magnitude = (word >> low_shift) & 7
@@ -187,14 +195,55 @@ def _half(acc, x_ptrs, column, weight, code, x_scale, FIRST: tl.constexpr, DTYPE
 
 
 @triton.jit
+def _power(code, factor):
+    """``2^(code - 127) * factor`` of UE8M0 codes; no number is infinite here."""
+    bits = tl.maximum(code.to(tl.int32) << 23, 0x00400000)
+    return bits.to(tl.float32, bitcast=True) * factor
+
+
+@triton.jit
+def _block(part, x_ptrs, weight, code, factor, DTYPE: tl.constexpr):
+    """``part`` plus the product of 32 columns under their scale bytes."""
+    product = _product(tl.load(x_ptrs), weight, tl.zeros(part.shape, tl.float32), False, DTYPE)
+    return product * _power(code, factor)[None, :] + part
+
+
+@triton.jit
+def _byte_group_products(
+    acc, x_ptrs, sx_ptrs, w_ptrs, step_bytes, meta_ptrs, stride_mg, row_meta_ptr, first, last,
+    DTYPE: tl.constexpr,
+):  # fmt: skip
+    """Whole groups: 128 columns are summed under the weight's scales, then take the row's.
+
+    Near the end of fp32 the weight's scales lend the row's 20 octaves, all of a tile the same, by
+    the code of one of its weight rows: else a sum could leave fp32 where its product stays.
+    """
+    low, high = plain_tables(w_ptrs.shape[0])
+    for group in range(first, last):
+        codes = 4 * group * stride_mg
+        lent = tl.where(tl.load(row_meta_ptr + codes) > 187, 20, 0)
+        less = ((127 - lent) << 23).to(tl.float32, bitcast=True)
+        more = ((127 + lent) << 23).to(tl.float32, bitcast=True)
+        step, code_ptrs, columns = 2 * group, meta_ptrs + codes, x_ptrs + group * 128
+        a, b = decode_words(tl.load(w_ptrs + step * step_bytes), low, high, low, high)
+        part = tl.zeros(acc.shape, tl.float32)
+        part = _block(part, columns, a, tl.load(code_ptrs), less, DTYPE)
+        part = _block(part, columns + 32, b, tl.load(code_ptrs + stride_mg), less, DTYPE)
+        a, b = decode_words(tl.load(w_ptrs + (step + 1) * step_bytes), low, high, low, high)
+        part = _block(part, columns + 64, a, tl.load(code_ptrs + 2 * stride_mg), less, DTYPE)
+        part = _block(part, columns + 96, b, tl.load(code_ptrs + 3 * stride_mg), less, DTYPE)
+        acc += part * _power(tl.load(sx_ptrs + group), more)[:, None]
+    # a scale that is no number has left an infinity or NaN
+    return tl.fma(acc, 0.0, acc)
+
+
+@triton.jit
 def _bytes_products(
     acc, x_ptrs, sx_ptrs, w_ptrs, tail_ptrs, step_bytes, meta_ptrs, stride_mg, first, last,
     full_steps,
     TAIL: tl.constexpr, FIRST: tl.constexpr, DTYPE: tl.constexpr, HAS_SCALE: tl.constexpr,
 ):  # fmt: skip
-    plain_low, plain_high = 0x14100800 + 5 * 0x08080800, 0x24201C18 + 5 * 0x08080808
-    low = tl.full((w_ptrs.shape[0], 1), plain_low, tl.int32)
-    high = tl.full((w_ptrs.shape[0], 1), plain_high, tl.int32)
+    low, high = plain_tables(w_ptrs.shape[0])
     for step in range(2 * first, tl.minimum(2 * last, full_steps)):
         packed = tl.load(w_ptrs + step * step_bytes)
         code_a = tl.load(meta_ptrs + 2 * step * stride_mg)
@@ -233,8 +282,8 @@ def _checkpoint_products(
 
 @triton.jit
 def expert_products(
-    acc, x_ptrs, sx_ptrs, w_ptr, stride_wn, meta_ptr, stride_mg, stride_mn, rows, N, K, first,
-    last,
+    acc, x_ptrs, sx_ptrs, w_ptr, stride_wn, meta_ptr, stride_mg, stride_mn, rows, row, N, K,
+    first, last,
     LAYOUT: tl.constexpr, TAIL: tl.constexpr, WHOLE: tl.constexpr, FIRST: tl.constexpr,
     DTYPE: tl.constexpr, HAS_SCALE: tl.constexpr,
 ):  # fmt: skip
@@ -246,6 +295,7 @@ def expert_products(
         sx_ptrs: of the rows' first scale codes when HAS_SCALE, else anything.
         w_ptr, meta_ptr: of the expert.
         rows: the weight rows wanted, all below N.
+        row: a scalar, one of them.
         TAIL: 32-column blocks past the last whole group, ``K % 128 // 32``.
         WHOLE: N is a multiple of the 64 rows of a tile.
         DTYPE: of the operands, that of ``x``.
@@ -258,9 +308,9 @@ def expert_products(
         )
     else:
         half = K // 2
-        in_tile = rows % 64
-        tile_ptrs = w_ptr + ((rows - in_tile) * half)[:, None] + tl.arange(0, 32)[None, :]
-        step_bytes = 2048 if WHOLE else (tl.minimum(N - (rows - in_tile), 64) * 32)[:, None]
+        tile, in_tile = rows // 64 * 64, rows % 64
+        tile_ptrs = w_ptr + (tile * half)[:, None] + tl.arange(0, 32)[None, :]
+        step_bytes = 2048 if WHOLE else (tl.minimum(N - tile, 64) * 32)[:, None]
         w_ptrs = tile_ptrs + (in_tile * 32)[:, None]
         tail_ptrs = tile_ptrs + (in_tile * 16)[:, None] + (K // 64) * step_bytes
         if LAYOUT == FOLDED:
@@ -269,16 +319,25 @@ def expert_products(
                 last, K // 128, TAIL, FIRST, DTYPE, HAS_SCALE,
             )  # fmt: skip
         else:
-            acc = _bytes_products(
-                acc, x_ptrs, sx_ptrs, w_ptrs, tail_ptrs, step_bytes, meta_ptrs, stride_mg, first,
-                last, K // 64, TAIL, FIRST, DTYPE, HAS_SCALE,
-            )  # fmt: skip
+            by_group: tl.constexpr = HAS_SCALE and not FIRST
+            if by_group:
+                acc = _byte_group_products(
+                    acc, x_ptrs, sx_ptrs, w_ptrs, step_bytes, meta_ptrs, stride_mg,
+                    meta_ptr + row * stride_mn, first, tl.minimum(last, K // 128), DTYPE,
+                )  # fmt: skip
+                first = tl.maximum(first, K // 128)
+            if TAIL > 0 or not by_group:
+                acc = _bytes_products(
+                    acc, x_ptrs, sx_ptrs, w_ptrs, tail_ptrs, step_bytes, meta_ptrs, stride_mg,
+                    first, last, K // 64, TAIL, FIRST, DTYPE, HAS_SCALE,
+                )  # fmt: skip
     return acc
 
 
 @triton.jit
 def tile_products(
-    x_ptrs, sx_ptrs, w_ptr, stride_wn, meta_ptr, stride_mg, stride_mn, offs_n, N, K, first, last,
+    x_ptrs, sx_ptrs, w_ptr, stride_wn, meta_ptr, stride_mg, stride_mn, offs_n, row, N, K, first,
+    last,
     TILE_X: tl.constexpr, BLOCK_N: tl.constexpr, HALVES: tl.constexpr, LAYOUT: tl.constexpr,
     TAIL: tl.constexpr, WHOLE: tl.constexpr, EVEN: tl.constexpr, FIRST: tl.constexpr,
     DTYPE: tl.constexpr, HAS_SCALE: tl.constexpr,
@@ -286,8 +345,8 @@ def tile_products(
     """Products with the rows ``offs_n`` of an expert, fp32 ``[TILE_X, BLOCK_N]``, or the other way
     round with FIRST; see `expert_products`.
 
-    With HALVES the rows are taken from both halves of the matrix in turn. EVEN: none of ``offs_n``
-    lies past N.
+    ``row`` is the first of ``offs_n``. With HALVES the rows are taken from both halves of the
+    matrix in turn. EVEN: none of ``offs_n`` lies past N.
     """
     rows = offs_n
     if not EVEN:
@@ -295,8 +354,8 @@ def tile_products(
     rows = matrix_rows(rows, N, HALVES)
     acc = tl.zeros((BLOCK_N, TILE_X) if FIRST else (TILE_X, BLOCK_N), tl.float32)
     return expert_products(
-        acc, x_ptrs, sx_ptrs, w_ptr, stride_wn, meta_ptr, stride_mg, stride_mn, rows, N, K, first,
-        last, LAYOUT, TAIL, WHOLE, FIRST, DTYPE, HAS_SCALE,
+        acc, x_ptrs, sx_ptrs, w_ptr, stride_wn, meta_ptr, stride_mg, stride_mn, rows, row, N, K,
+        first, last, LAYOUT, TAIL, WHOLE, FIRST, DTYPE, HAS_SCALE,
     )  # fmt: skip
 
 

@@ -4,7 +4,8 @@ Layout: ``weight [S, N, K/2]`` uint8, low nibble = even k, one UE8M0 code per 32
 ``pack_fp4`` orders them. Activations are quantized to FP8 per 128 of K. With ``swiglu_limit`` gate
 rows come first, then up rows (packed: gate, up, gate, up).
 Numerics: the products of 128 columns are summed on the tensor cores and enter the fp32 sum under
-one factor, under one for each 32 columns when the scales are not folded.
+one factor; when the scales are not folded those of 32 are, and 128 meet in fp32 before the rows'
+own factors.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from ftkernels.moe.experts import (
     widen_x,
 )  # fmt: skip
 from ftkernels.moe.fp4_tiles import (
+    BYTES,
     matrix_rows,
     route_rows,
     tile_products,
@@ -215,6 +217,9 @@ def default_config(key: Case) -> GemmConfig:
         return GemmConfig(32, 4, 1)
     if key["bytes"] == 2:
         return GemmConfig(128, 4, 2)
+    if key["layout"] == BYTES.value:
+        warps, stages = (8, 2) if key["rows"] == 64 else (4, 3)
+        return GemmConfig(256 if key["gated"] else 128, warps, stages)
     wide = key["gated"] and key["rows"] >= 32
     return GemmConfig(256 if key["gated"] else 128, 8 if wide else 4, 3)
 
@@ -330,14 +335,32 @@ def _moe_gemm_fp4_kernel(
     sx_ptrs = x_rows
     if HAS_SCALE:
         sx_ptrs = x_scale_ptr + x_rows * stride_st
-    offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    x_ptrs = x_ptr + (x_rows * stride_xt)[:, None] + tl.arange(0, 32)[None, :]
+    w_ptr += slot * stride_ws
+    meta_ptr += slot * stride_ms
+    # scale bytes keep a second sum: gate and up one after the other, or registers run out
+    APART: tl.constexpr = GATED and LAYOUT == BYTES and HAS_SCALE
+    row = pid_n * BLOCK_N
+    offs_n = row + tl.arange(0, BLOCK_N)
+    if APART and INTERLEAVED:
+        offs_n = row + 2 * tl.arange(0, BLOCK_N // 2)
+    elif APART:
+        row = pid_n * (BLOCK_N // 2)
+        offs_n = row + tl.arange(0, BLOCK_N // 2)
     acc = tile_products(
-        x_ptr + (x_rows * stride_xt)[:, None] + tl.arange(0, 32)[None, :], sx_ptrs,
-        w_ptr + slot * stride_ws, stride_wn, meta_ptr + slot * stride_ms, stride_mg, stride_mn,
-        offs_n, N, K, 0, tl.cdiv(K, 128), TILE_M,
-        BLOCK_N, GATED and not INTERLEAVED, LAYOUT, TAIL, WHOLE, EVEN, False,
-        x_ptr.dtype.element_ty, HAS_SCALE,
+        x_ptrs, sx_ptrs, w_ptr, stride_wn, meta_ptr, stride_mg, stride_mn, offs_n, row, N, K, 0,
+        tl.cdiv(K, 128), TILE_M, offs_n.shape[0], GATED and not INTERLEAVED and not APART, LAYOUT,
+        TAIL, WHOLE, EVEN, False, x_ptr.dtype.element_ty, HAS_SCALE,
     )  # fmt: skip
+    if APART:
+        gate, to_up = acc, 1 if INTERLEAVED else N // 2
+        up = tile_products(
+            x_ptrs, sx_ptrs, w_ptr, stride_wn, meta_ptr, stride_mg, stride_mn, offs_n + to_up,
+            row + to_up, N, K, 0, tl.cdiv(K, 128), TILE_M, offs_n.shape[0], False, LAYOUT, TAIL,
+            WHOLE, EVEN, False, x_ptr.dtype.element_ty, HAS_SCALE,
+        )  # fmt: skip
+    elif GATED:
+        gate, up = tl.split(tl.reshape(acc, (TILE_M, BLOCK_N // 2, 2)))
     # loaded again, past L1 and so not remembered: the loop needs the registers
     routes = tl.load(
         sorted_ptr + offs_m, mask=offs_m < BLOCK_M, other=num_routes, cache_modifier=".cg"
@@ -349,7 +372,6 @@ def _moe_gemm_fp4_kernel(
         weight = tl.load(weight_ptrs, mask=live, other=0.0)[:, None]
     out_rows = out_ptr + route_rows(routes, stride_ot, stride_ok, OUT_TOPK)[:, None]
     if GATED:
-        gate, up = tl.split(tl.reshape(acc, (TILE_M, BLOCK_N // 2, 2)))
         hidden = tl_clamped_swiglu(gate, up, limit) * weight
         offs_i = pid_n * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
         mask = live[:, None] & (offs_i < N // 2)[None, :]
@@ -367,13 +389,16 @@ def _moe_gemm_fp4_kernel(
 
 
 def expert_weights(
-    case: Case, *, device: str, seed: int, packed: bool = False, gated: bool = False
-) -> Pair:
+    case: Case, *, device: str, seed: int, packed: bool = False, gated: bool = False,
+    fold: bool = True,
+) -> Pair:  # fmt: skip
     """Random FP4 experts of ``case`` (S, N, K) with scales of differing size."""
     slots, n, k = case["S"], case["N"], case["K"]
     size = (slots, n, k // 2)
     if torch.device(device).type == "meta":
         weight = torch.empty(size, dtype=torch.uint8, device=device)
+        if packed and not fold:
+            return weight, torch.empty(slots, k // GROUP, n, dtype=torch.uint8, device=device)
         if packed:
             return weight, torch.empty(slots, -(-k // 128), n, dtype=torch.int32, device=device)
         return weight, torch.empty(slots, n, k // GROUP, dtype=torch.uint8, device=device)
@@ -381,7 +406,7 @@ def expert_weights(
     weight = torch.randint(0, 256, size, **made)  # type: ignore[call-overload]
     scale = torch.randint(116, 124, (slots, n, k // GROUP), **made)  # type: ignore[call-overload]
     if packed:
-        weight, scale = pack_fp4(weight, scale, gated=gated)
+        weight, scale = pack_fp4(weight, scale, gated=gated, fold=fold)
     return weight.to(device), scale.to(device)
 
 
@@ -389,7 +414,9 @@ def _inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
     tokens, topk, experts, block_m = case["T"], case["topk"], case["S"], case["block_m"]
     gated, packed = bool(case.get("gated")), bool(case.get("packed"))
     num_routes = tokens * topk
-    weight, scale = expert_weights(case, device=device, seed=seed, packed=packed, gated=gated)
+    weight, scale = expert_weights(
+        case, device=device, seed=seed, packed=packed, gated=gated, fold=case.get("fold", True)
+    )
     x = randn(tokens, case["K"], dtype=torch.bfloat16, device=device, seed=seed + 1)
     size = -(-(num_routes + experts * (block_m - 1)) // block_m) * block_m
     order = torch.full((size,), num_routes, dtype=torch.int32)
@@ -429,6 +456,10 @@ SPEC = KernelSpec(
           for tp in (8, 4, 2, 1) for m in (64, 32, 16)),
         *({"name": f"flash-tp{tp}-w2-m{m}", **_W2, "K": 2048 // tp, "block_m": m}
           for tp in (8, 1) for m in (64, 32, 16)),
+        *({"name": f"flash-tp{tp}-bytes-m{m}", **_W13, "N": 4096 // tp, "block_m": m,
+           "fold": False} for tp in (8, 1) for m in (64, 32, 16)),
+        *({"name": f"flash-tp{tp}-w2-bytes-m{m}", **_W2, "K": 2048 // tp, "block_m": m,
+           "fold": False} for tp in (8, 1) for m in (64, 32, 16)),
         {"name": "pro-tp8-m64", **_PRO, "K": 7168, "N": 768, "block_m": 64, "gated": True},
         {"name": "pro-tp8-w2-m64", **_PRO, "K": 384, "N": 7168, "block_m": 64},
     ),

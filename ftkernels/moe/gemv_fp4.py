@@ -1,9 +1,10 @@
 """Routed FP4 product without sorting, for few tokens: ``out[t*topk+k] = weight[slot] @ x``.
 
-Layouts and numerics are those of ``moe_gemm_fp4``. The block of a route leaves unless its route is
-the first of its expert, or comes a full tile of routes after it; then it takes the tile's routes
-together, so that a matrix is read once. K is cut by the weight's shape alone; the block that
-arrives last adds the cuts in order.
+Layouts and numerics are those of ``moe_gemm_fp4``, but that scales which do not fold have one
+factor with the rows' for each 32 columns. The block of a route leaves unless its route is the first
+of its expert, or comes a full tile of routes after it; then it takes the tile's routes together, so
+that a matrix is read once. K is cut by the weight's shape alone; the block that arrives last adds
+the cuts in order.
 """
 
 from __future__ import annotations
@@ -353,8 +354,9 @@ def _moe_gemv_fp4_kernel(
     acc = tile_products(
         x_ptr + (x_rows * stride_xt)[None, :] + tl.arange(0, 32)[:, None], sx_ptrs,
         w_ptr + slot * stride_ws, stride_wn, meta_ptr + slot * stride_ms, stride_mg, stride_mn,
-        offs_n, N, K, split * per_split, tl.minimum((split + 1) * per_split, groups), COLUMNS,
-        BLOCK_N, GATED and not INTERLEAVED, LAYOUT, TAIL, WHOLE, EVEN, True,
+        offs_n, pid_n * BLOCK_N, N, K, split * per_split,
+        tl.minimum((split + 1) * per_split, groups), COLUMNS, BLOCK_N,
+        GATED and not INTERLEAVED, LAYOUT, TAIL, WHOLE, EVEN, True,
         x_ptr.dtype.element_ty, HAS_SCALE,
     )  # fmt: skip
     ptrs = partial_ptr + ((routes.to(tl.int64) * SPLITS + split) * N)[None, :] + offs_n[:, None]

@@ -2,11 +2,12 @@
 
 Mutants run, each noticed. Of the products: halves or their codes swapped, another pair's code, the
 base doubled, x's scale of the first group, left out, or read by 256 columns; scale bytes of the
-other half, their table an octave off; tails of 32 or 96 columns dropped, taken by every cut, under
-another code, column, place or row; nibbles swapped, scales read by 128; tiles never or always cut
-at their last row; rows past N read; halves not taken in turn. Of the rest: gate clamped below, up
-not clamped above or below, no limit as zero, gate and up swapped; weight twice or after the
-rounding; a route's row by its number, its token or a fixed stride; expert for slot, experts without
+other half, their table an octave off, no octaves lent or none given back, an infinity left; tails
+of 32 or 96 columns dropped, taken by every cut, under another code, column, place or row; whole
+groups taken twice; nibbles swapped, scales read by 128; tiles never or always cut at their last
+row; rows past N read; halves not taken in turn. Of the rest: gate clamped below, up not clamped
+above or below, no limit as zero, gate and up swapped; weight twice or after the rounding; a route's
+row by its number, its token or a fixed stride; expert for slot, experts without
 one run, rows of the next block, the second tile of a block, the last block left out, padding
 written, interleaved rows always or never put back. Reference: slots, weights, slot strides. Checks:
 limits that are no number, odd gated rows, rows of packed experts apart.
@@ -34,6 +35,7 @@ from tests.support.expert_cases import (
     assert_routes,
     extreme,
     fp4,
+    fp8_codes,
     fp8_values,
     ordered,
     random_ids,
@@ -189,6 +191,35 @@ def test_what_is_no_number_stays_in_its_row(layout, run):
     assert same[[1, 2, 3, 5]].all()
     if layout != "folded":
         assert (out[:, :, 7].isnan().flatten() >= (ids.flatten() == 1)).all()
+
+
+@pytest.mark.parametrize("gated", [None, False])
+def test_a_scale_that_is_no_number_passes_the_clamp(gated, run):
+    """One gate row, one up row; an infinity would become the limit."""
+    n, k, ids = 64, 256, torch.zeros(3, 1, dtype=torch.int32)
+    weights = fp4(1, n, k)
+    weights.scale[0, 5, 3] = weights.scale[0, n // 2 + 9, 4] = 255
+    x, options, _ = activations(randn(3, k), "scaled")
+    out = run(call, x, weights.given("bytes", 1.5, gated), ids, 1, 4, **options)
+    assert out[:, [5, 9]].isnan().all()
+    assert out.isfinite().sum() == 3 * (n // 2 - 2)
+
+
+def test_weights_at_the_end_of_fp32_beside_ordinary_ones(run):
+    """Scale bytes: a tile lends its rows' scale octaves group by group, whatever the rows are."""
+    n, k, ids = 64, 384, torch.zeros(5, 1, dtype=torch.int32)
+    weights = fp4(1, n, k)
+    weights.scale[0, :, 4:8] = 252
+    weights.scale[0, :, 8:] = 1
+    codes, x_scale = fp8_codes(5, k, seed=3), torch.full((5, 3), 120, dtype=torch.uint8)
+    x_scale[:, 1], x_scale[:, 2] = 0, 244
+    x_scale[0, 0] = 255
+    out = run(call, codes, weights.given("bytes"), ids, 1, 16, x_scale=x_scale)
+    x_scale[0, 0] = 120
+    rows = fp8_values(codes, x_scale)
+    assert out[0].isnan().all()
+    values, bound = routes(rows, slots(ids), weights.matrix)
+    assert_routes(out[1:], values[1:], bound[1:])
 
 
 @pytest.mark.parametrize(
