@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 _CPU_AUTO_TOKENS: Final = 65536
 _GIB: Final = 1 << 30
+# interpreter, libraries and the buffers of a loader
+_LOADING_BYTES: Final = 256 << 20
 
 
 class NotEnoughMemoryError(ValueError):
@@ -49,6 +51,8 @@ class Plan:
     """The resolved numbers of one rank.
 
     ``bytes`` sum to ``total_bytes``; ``headroom`` among them is what is left unused.
+    ``host_bytes`` is what all ranks together take of the host beside cards: the expert bank,
+    pinned, and passing copies while it is loaded. Empty on CPU, where ``bytes`` hold the bank.
     """
 
     kind: Literal["cpu", "cuda"]
@@ -63,12 +67,14 @@ class Plan:
     max_running: int
     max_waiting_requests: int
     max_waiting_tokens: int
+    moe_backend: Literal["fused", "offload"]
     num_experts: int
     expert_slots: int
     min_expert_slots: int
     max_decode_gap_s: float | None
     bytes: Mapping[str, int]
     budget_bytes: int
+    host_bytes: Mapping[str, int]
     notes: tuple[str, ...] = ()  # log lines at info level
     warnings: tuple[str, ...] = ()  # log lines at warning level
 
@@ -84,7 +90,7 @@ class Plan:
     def to_dict(self) -> dict[str, object]:
         """JSON values, in the order `inspect` prints them."""
         values = dataclasses.asdict(self)
-        values["bytes"] = dict(self.bytes)
+        values["bytes"], values["host_bytes"] = dict(self.bytes), dict(self.host_bytes)
         values["notes"], values["warnings"] = list(self.notes), list(self.warnings)
         return {**values, "total_bytes": self.total_bytes, "fits": self.fits}
 
@@ -114,14 +120,13 @@ def resolve(
 ) -> Plan:
     """Turn settings into numbers.
 
-    Experts first get all they need if everything fits. Otherwise (GPU only) KV room is set aside,
-    by ``--num-tokens`` or ``--kv-reserve-tokens``, and experts take the rest. KV without a number
-    of its own takes what is left: at most 65536 tokens on CPU, and never more than
-    ``--max-running-requests`` full contexts.
+    Experts stay on the device if everything fits (``fused``). Otherwise they live in host memory
+    and KV room is set aside, by ``--num-tokens`` or ``--kv-reserve-tokens``; expert slots take the
+    rest. KV without a number of its own takes what is left: at most 65536 tokens on CPU, and never
+    more than ``--max-running-requests`` full contexts.
 
     Args:
-        strict: what this version serves: all experts in memory, and a refusal when the plan does
-            not fit. `inspect` plans with fewer expert slots, and shows a plan that does not fit.
+        strict: refuse a plan that does not fit; `inspect` shows it.
 
     Raises:
         ValueError: a setting that contradicts shape or machine, ``--flag is VALUE, expected ...``.
@@ -129,12 +134,15 @@ def resolve(
     """
     _check_against_shape(config, shape, facts)
     sizer = _Sizer(config, shape, facts)
-    slots = sizer.weights.num_experts if strict else _expert_slots(sizer)
+    slots = _expert_slots(sizer)
     num_tokens = _num_tokens(sizer, slots)
     context = sizer.context(num_tokens)
     need = sizer.need(num_tokens, slots)
+    host = sizer.host()
     if strict and sum(need.values()) > sizer.budget:
         _refuse_size(sizer, num_tokens, slots)
+    if strict:
+        _check_host(sizer, host)
     chunk = sizer.chunk(num_tokens)
     return Plan(
         kind=facts.kind,
@@ -149,12 +157,14 @@ def resolve(
         max_running=config.max_running_requests,
         max_waiting_requests=config.max_waiting_requests,
         max_waiting_tokens=config.max_waiting_tokens or 4 * num_tokens,
+        moe_backend="offload" if sizer.offload else "fused",
         num_experts=sizer.weights.num_experts,
         expert_slots=slots,
         min_expert_slots=min_expert_slots(shape),
         max_decode_gap_s=None,
         bytes={**need, "headroom": max(0, sizer.budget - sum(need.values()))},
         budget_bytes=sizer.budget,
+        host_bytes=host,
         notes=_notes(config, sizer, chunk, slots),
         warnings=_warnings(config, shape, num_tokens, context, chunk.chunk_tokens),
     )
@@ -173,6 +183,28 @@ class _Sizer:
         # ranks on CPU share one memory, ranks on cards have one each
         share = facts.memory_bytes // (self.ranks if facts.kind == "cpu" else 1)
         self.budget = int(share * config.memory_ratio)
+        self.offload = self._offloads()
+
+    def _offloads(self) -> bool:
+        config = self.config
+        sized = config.moe_cache_size is not None or config.moe_cache_rate is not None
+        if config.moe_backend != "auto":
+            return config.moe_backend == "offload"
+        if self.facts.kind == "cpu":
+            return sized or config.moe_cache_auto
+        return sized or not self.fits(self.least_tokens(), self.weights.num_experts, offload=False)
+
+    def least_tokens(self) -> int:
+        """KV room that comes before expert slots: ``--num-tokens``, or ``--kv-reserve-tokens``."""
+        most = PAGE_TOKENS * self.most_pages()
+        return self.explicit_tokens() or min(most, _pages_up(self.config.kv_reserve_tokens))
+
+    def host(self) -> dict[str, int]:
+        """Bytes of the host beside cards, all ranks of this machine together."""
+        if self.facts.kind == "cpu" or not self.offload:
+            return {}
+        bank = self.weights.expert * self.weights.num_experts * self.ranks
+        return {"expert_bank": bank, "loading": bank // 20 + _LOADING_BYTES}
 
     def context(self, num_tokens: int) -> int:
         wanted = self.config.max_model_len or self.shape.max_position_embeddings
@@ -188,8 +220,10 @@ class _Sizer:
             radix=self.config.cache_type == "radix",
         )
 
-    def need(self, num_tokens: int, slots: int) -> dict[str, int]:
+    def need(self, num_tokens: int, slots: int, *, offload: bool | None = None) -> dict[str, int]:
         config, shape = self.config, self.shape
+        offload = self.offload if offload is None else offload
+        bank = self.weights.num_experts if offload and self.facts.kind == "cpu" else 0
         chunk = self.chunk(num_tokens)
         form = {"kv_format": config.kv_format, "numerics": config.numerics}
         # page 0 and one carry row are padding
@@ -197,6 +231,7 @@ class _Sizer:
         return {
             "weights": self.weights.dense,
             "experts": slots * self.weights.expert,
+            "expert_bank": bank * self.weights.expert,
             "kv_rows": pages * memory.row_page_bytes(shape, **form),
             "kv_window": chunk.window_pages * memory.window_page_bytes(shape, **form),
             "carry": (config.max_running_requests + 1) * memory.carry_bytes(shape),
@@ -207,8 +242,8 @@ class _Sizer:
             ),
         }  # fmt: skip
 
-    def fits(self, num_tokens: int, slots: int) -> bool:
-        return sum(self.need(num_tokens, slots).values()) <= self.budget
+    def fits(self, num_tokens: int, slots: int, *, offload: bool | None = None) -> bool:
+        return sum(self.need(num_tokens, slots, offload=offload).values()) <= self.budget
 
     def explicit_tokens(self) -> int | None:
         if self.config.num_pages is not None:
@@ -217,11 +252,13 @@ class _Sizer:
 
     def most_tokens(self, slots: int) -> int:
         """The largest KV capacity that fits, at least one page."""
+        return self.fitting_tokens(self.most_pages(), slots)
+
+    def most_pages(self) -> int:
+        """Pages of KV beyond which nothing could use them, or CPU does not take them unasked."""
         context = self.config.max_model_len or self.shape.max_position_embeddings
         most = -(-context * self.config.max_running_requests // PAGE_TOKENS)
-        if self.facts.kind == "cpu":
-            most = min(most, _CPU_AUTO_TOKENS // PAGE_TOKENS)
-        return self.fitting_tokens(most, slots)
+        return min(most, _CPU_AUTO_TOKENS // PAGE_TOKENS) if self.facts.kind == "cpu" else most
 
     def fitting_tokens(self, most_pages: int, slots: int) -> int:
         fits = functools.partial(self._pages_fit, slots=slots)
@@ -245,24 +282,25 @@ def _largest(most: int, good: Callable[[int], bool]) -> int:
 
 def _expert_slots(sizer: _Sizer) -> int:
     config, every = sizer.config, sizer.weights.num_experts
-    floor_tokens = sizer.explicit_tokens() or _pages_up(config.kv_reserve_tokens)
-    cached = config.moe_cache_size is not None or config.moe_cache_rate is not None
-    if sizer.facts.kind == "cpu" or config.moe_backend == "fused":
-        return every
-    if config.moe_backend == "auto" and not cached and sizer.fits(floor_tokens, every):
+    if not sizer.offload:
         return every
     least = min_expert_slots(sizer.shape)
     if config.moe_cache_size is not None:
         return config.moe_cache_size
     if config.moe_cache_rate is not None:
         return max(least, int(config.moe_cache_rate * every))
-    spare = sizer.budget - sum(sizer.need(floor_tokens, 0).values())
+    spare = sizer.budget - sum(sizer.need(sizer.least_tokens(), 0).values())
     return max(least, min(every, spare // sizer.weights.expert))
 
 
 def _num_tokens(sizer: _Sizer, slots: int) -> int:
-    explicit = sizer.explicit_tokens()
-    return explicit if explicit is not None else sizer.most_tokens(slots)
+    config, explicit = sizer.config, sizer.explicit_tokens()
+    if explicit is not None:
+        return explicit
+    sized = config.moe_cache_size is not None or config.moe_cache_rate is not None
+    if slots < sizer.weights.num_experts and not sized:
+        return sizer.least_tokens()
+    return sizer.most_tokens(slots)
 
 
 def _pages_up(num_tokens: int) -> int:
@@ -324,6 +362,15 @@ def _refuse_size(sizer: _Sizer, num_tokens: int, slots: int) -> NoReturn:
     )
 
 
+def _check_host(sizer: _Sizer, host: Mapping[str, int]) -> None:
+    free, need = sizer.facts.host_bytes, sum(host.values())
+    if free is not None and need > free:
+        raise NotEnoughMemoryError(
+            f"--moe-backend offload needs {need / _GIB:.2f} GiB of host memory (expert bank "
+            f"{host['expert_bank'] / _GIB:.2f}), but {free / _GIB:.2f} GiB are free"
+        )
+
+
 def _notes(config: RuntimeConfig, sizer: _Sizer, chunk: ChunkBudget, slots: int) -> tuple[str, ...]:
     notes = []
     wanted = config.max_prefill_length // PAGE_TOKENS * PAGE_TOKENS
@@ -345,10 +392,9 @@ def _notes(config: RuntimeConfig, sizer: _Sizer, chunk: ChunkBudget, slots: int)
             f"expert slots raised to the least moe_cache_rate={rate:g} "
             f"expert_slots={min_expert_slots(sizer.shape)}"
         )
-    bank = sizer.weights.expert * every * sizer.ranks
-    host = sizer.facts.host_bytes
-    if slots < every and host is not None and bank > host:
-        notes.append(f"expert banks exceed host memory bytes={bank} available={host}")
+    host, free = sum(sizer.host().values()), sizer.facts.host_bytes
+    if free is not None and host > free:
+        notes.append(f"expert bank exceeds host memory bytes={host} available={free}")
     return tuple(notes)
 
 

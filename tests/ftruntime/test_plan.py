@@ -84,7 +84,7 @@ def test_bytes_sum_to_the_share_of_memory():
     assert plan.fits
     assert plan.bytes["headroom"] > 0
     assert set(plan.bytes) == {
-        "weights", "experts", "kv_rows", "kv_window", "carry", "rope_tables", "activations",
+        "weights", "experts", "expert_bank", "kv_rows", "kv_window", "carry", "rope_tables", "activations",
         "headroom",
     }  # fmt: skip
 
@@ -221,10 +221,28 @@ def test_slots_by_count_and_by_share():
     assert any("expert slots raised to the least moe_cache_rate=0" in n for n in least.notes)
 
 
-def test_what_is_served_has_all_experts_in_memory():
-    with pytest.raises(NotEnoughMemoryError):
-        plan_of(FLASH, dataclasses.replace(EIGHT_CARDS, memory_bytes=16 * GIB), **REPORT)
-    assert plan_of().expert_slots == 4 * 16
+def test_a_bank_on_the_host_beside_cards():
+    plan = plan_of(FLASH, EIGHT_CARDS, **REPORT)
+    bank = 43 * 256 * 13369344
+    assert plan.moe_backend == "offload"
+    assert plan.host_bytes == {"expert_bank": bank, "loading": bank // 20 + (256 << 20)}
+    assert plan.bytes["expert_bank"] == 0
+    room = dataclasses.replace(EIGHT_CARDS, host_bytes=sum(plan.host_bytes.values()))
+    assert plan_of(FLASH, room, **REPORT) == plan
+    with pytest.raises(NotEnoughMemoryError, match="--moe-backend offload needs 144.17 GiB of host"):
+        plan_of(FLASH, dataclasses.replace(room, host_bytes=room.host_bytes - 1), **REPORT)
+
+
+def test_bank_and_slots_share_the_memory_of_a_cpu():
+    expert = 3 * 256 * 256 * 4
+    assert plan_of().moe_backend == "fused"
+    assert (plan_of().expert_slots, plan_of().bytes["expert_bank"]) == (64, 0)
+    plan = plan_of(moe_backend="offload", moe_cache_size=4)
+    assert (plan.moe_backend, plan.host_bytes) == ("offload", {})
+    assert (plan.bytes["experts"], plan.bytes["expert_bank"]) == (4 * expert, 64 * expert)
+    assert plan_of(moe_cache_rate=0.3).expert_slots == 19
+    assert plan_of(moe_cache_auto=True).moe_backend == "offload"
+    assert plan_of(moe_backend="offload").expert_slots == 64
 
 
 def test_a_plan_that_does_not_fit_is_shown_when_not_strict():
