@@ -1,7 +1,7 @@
 """Which expert leaves its slot when another needs one.
 
-A key is ``layer * num_experts + expert``. Policies know keys and phases; slots, copies and what is in
-use belong to the cache, which asks for a victim and tells which keys it could take.
+A key is ``layer * num_experts + expert``. Policies know keys and phases; slots, copies and what is
+in use belong to the cache, which asks for a victim and tells which keys it could take.
 """
 
 from __future__ import annotations
@@ -142,10 +142,10 @@ class ScanResistant:
         for key in self._streamed:
             if usable(key):
                 return key
-        key = self._least_ranked(usable)
-        if key is None:
-            key = next((hinted for hinted in self._hinted if usable(hinted)), None)
-        return key
+        found = self._least_ranked(usable)
+        if found is None:
+            found = next((key for key in self._hinted if usable(key)), None)
+        return found
 
     def _least_ranked(self, usable: Callable[[int], bool]) -> int | None:
         heap, found, passed = self._heap, None, []
