@@ -1,12 +1,98 @@
-"""Experts of one layer on the host."""
+"""Experts of one layer, and how the tensors of an expert lie together in one row of bytes.
+
+A row holds w13, its scale, w2 and its scale, those that there are, each from a multiple of 256
+bytes on, so that one copy moves an expert.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
+from ftkernels import check
 from ftkernels.quant.pack import foldable, pack_fp4
+
+ROW_ALIGNMENT = 256
+
+
+@dataclass(frozen=True)
+class RowPart:
+    """One tensor of an expert.
+
+    Args:
+        shape: its shape, without the dimension of the experts.
+        dtype: its dtype.
+        strides: in elements, of a tensor without gaps; None is contiguous.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    strides: tuple[int, ...] | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the tensor, without the gap behind it."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @staticmethod
+    def of(stacked: torch.Tensor) -> RowPart:
+        """The part of which ``stacked [E, ...]`` holds one for each expert, in its order of
+        dimensions, or contiguous if it has gaps."""
+        shape, strides = tuple(stacked.shape[1:]), tuple(stacked.stride()[1:])
+        return RowPart(shape, stacked.dtype, strides if _dense(shape, strides) else None)
+
+
+def row_offsets(parts: Sequence[RowPart]) -> list[int]:
+    """First byte of each part in a row, and behind them the bytes of a row."""
+    offsets = [0]
+    for part in parts:
+        end = offsets[-1] + part.num_bytes
+        offsets.append(end + -end % ROW_ALIGNMENT)
+    return offsets
+
+
+def expert_rows(rows: torch.Tensor, parts: Sequence[RowPart]) -> list[torch.Tensor]:
+    """The tensors ``[E, *part.shape]`` that lie in ``rows``, as views.
+
+    Args:
+        rows: ``[E, row_offsets(parts)[-1]]`` uint8, contiguous, on any device.
+
+    Raises:
+        TypeError: ``rows`` is not uint8.
+        ValueError: ``rows`` is of another shape, or not contiguous.
+    """
+    op, (*offsets, num_bytes) = "expert_rows", row_offsets(parts)
+    check.tensor(op, "rows", rows, (torch.uint8,), (None, num_bytes), "[E, bytes of a row]")
+    check.require(
+        rows.is_contiguous(),
+        lambda: f"{op}: rows has strides {rows.stride()}, expected contiguous rows",
+    )
+    views = []
+    for part, offset in zip(parts, offsets, strict=True):
+        typed, size = rows.view(part.dtype), part.dtype.itemsize
+        strides = part.strides or _contiguous(part.shape)
+        views.append(typed.as_strided(
+            (len(rows), *part.shape), (num_bytes // size, *strides),
+            typed.storage_offset() + offset // size,
+        ))  # fmt: skip
+    return views
+
+
+def _dense(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    """Whether the elements lie without gaps, in any order of the dimensions."""
+    step = 1
+    for stride, size in sorted(zip(strides, shape, strict=True)):
+        if size != 1 and stride != step:
+            return False
+        step *= size
+    return True
+
+
+def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(math.prod(shape[place + 1 :]) for place in range(len(shape)))
 
 
 @dataclass(frozen=True)
@@ -26,6 +112,36 @@ class ExpertBank:
     w2: torch.Tensor
     w2_scale: torch.Tensor | None
     packed: bool = False
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """w13, w13_scale, w2, w2_scale, those that are not None."""
+        return [x for x in (self.w13, self.w13_scale, self.w2, self.w2_scale) if x is not None]
+
+    @property
+    def parts(self) -> list[RowPart]:
+        """What one expert consists of."""
+        return [RowPart.of(x) for x in self.tensors]
+
+    def rows(self) -> torch.Tensor | None:
+        """The bytes ``[E, bytes of a row]`` in which the tensors lie as `expert_rows` puts them;
+        None when they lie otherwise."""
+        tensors, (*offsets, num_bytes) = self.tensors, row_offsets(self.parts)
+        storage, first = self.w13.untyped_storage(), self.w13.storage_offset()
+        first *= self.w13.itemsize
+        for x, offset in zip(tensors, offsets, strict=True):
+            if (
+                x.untyped_storage().data_ptr() != storage.data_ptr()
+                or x.storage_offset() * x.itemsize != first + offset
+                or x.stride(0) * x.itemsize != num_bytes
+                or RowPart.of(x).strides is None
+            ):
+                return None
+        experts = len(self.w13)
+        if first + experts * num_bytes > storage.nbytes():
+            return None
+        empty = torch.empty(0, dtype=torch.uint8, device=self.w13.device)
+        return empty.set_(storage, first, (experts, num_bytes), (num_bytes, 1))
 
     def pack(self) -> ExpertBank:
         """The same experts in the order of the kernels; scales that do not fold stay bytes.

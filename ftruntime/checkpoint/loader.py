@@ -73,6 +73,13 @@ def load_weights(
     dequantize: torch.dtype | None,
     device: str | torch.device = "cpu",
     progress: Progress | None = None,
+    rank: int = 0,
+    ranks: int = 1,
+    pack: bool = False,
+    expert_load: str = "auto",
+    expert_prefetch: int = 2,
+    threads: int | None = None,
+    extra_bytes: int = 0,
 ) -> Weights:
     """Validate the whole checkpoint, check host memory, then read it.
 
@@ -82,7 +89,17 @@ def load_weights(
         dequantize: None keeps FP8 and FP4 codes; `torch.bfloat16` or `torch.float32` dequantizes at
             load. With fp32 every floating tensor becomes fp32.
         device: where `tensors` and `linears` go.
-        progress: called with a tensor name and the share of bytes read, in [0, 1].
+        progress: called with what is done so far, as "3.20 of 6.00 GiB, 1.90 GB/s", and the share
+            of bytes read, in [0, 1].
+        rank, ranks: the experts' slice that is read: rows `[rank * I / ranks, ...)` of w1 and w3
+            and those columns of w2; everything else is read whole.
+        pack: put FP4 experts into the kernels' order (`ftkernels.pack_fp4`); scales are folded
+            where those of all layers fold.
+        expert_load: "serial" places experts in file order; "parallel" by several threads; "auto" is
+            parallel with more than one core and more than one shard.
+        expert_prefetch: shards that the parallel loader reads ahead of placement, at least 1.
+        threads: of the parallel loader; cores / ranks when None.
+        extra_bytes: host memory that others will hold beside the weights.
 
     Raises:
         FileNotFoundError: as `open_checkpoint`.
