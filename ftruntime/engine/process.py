@@ -23,6 +23,7 @@ from ftruntime import log
 from ftruntime.engine import messages
 from ftruntime.engine.collect import fewer_collections
 from ftruntime.engine.loop import EngineLoop
+from ftruntime.progress import phase_name
 from ftruntime.types import RequestRejectedError, TokenEvent
 
 Progress = Callable[[str, float], None]
@@ -128,7 +129,8 @@ class EngineProcess:
 
     def _progress(self, phase: str, progress: float) -> None:
         last_phase, last_progress = self._last_phase
-        if phase == last_phase and progress < 1.0 and progress - last_progress < _PROGRESS_STEP:
+        same = phase_name(phase) == phase_name(last_phase)
+        if same and progress < 1.0 and progress - last_progress < _PROGRESS_STEP:
             return
         self._last_phase = (phase, progress)
         self._channel.send(messages.Phase(phase, progress))

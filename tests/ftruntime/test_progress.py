@@ -33,3 +33,20 @@ def test_a_bar_for_each_phase(capsys: pytest.CaptureFixture[str]) -> None:
     assert "load weights" in err
     assert "warm up" in err
     assert "100%" in err
+
+
+def test_what_stands_behind_a_colon_is_the_same_phase(
+    caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with caplog.at_level(logging.INFO), StartProgress(terminal=False) as progress:
+        for number in range(101):
+            progress(f"load weights: {number} of 100 GiB", number / 100)
+    lines = [record.getMessage() for record in caplog.records]
+    assert 10 <= len(lines) <= 12
+    assert lines[-1] == "starting phase='load weights: 100 of 100 GiB' progress=100%"
+    with StartProgress(terminal=True) as progress:
+        progress("load weights: 1 of 4 GiB", 0.25)
+        progress("load weights: 3 of 4 GiB", 0.75)
+    last = capsys.readouterr().err.rpartition("load weights")[2]
+    assert "3 of 4 GiB" in last
+    assert "75%" in last
