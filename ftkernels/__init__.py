@@ -30,6 +30,7 @@ from ftkernels.mhc.pre import hc_pre, hc_pre_reference
 from ftkernels.moe.align import moe_align, moe_align_reference
 from ftkernels.moe.bank import ExpertBank
 from ftkernels.moe.combine import moe_combine, moe_combine_reference
+from ftkernels.moe.count_missing import count_missing, count_missing_reference
 from ftkernels.moe.gate import (
     gate_hash, gate_hash_reference, gate_topk, gate_topk_reference,
 )  # fmt: skip
@@ -65,7 +66,8 @@ __all__ = [
     "ExpertBank", "KernelSpec", "UnsupportedDeviceError", "__version__", "adjust_logits",
     "adjust_logits_reference", "append_kv", "append_kv_reference", "apply_rope",
     "apply_rope_reference", "backend", "compile_for",
-    "compress_kv", "compress_kv_reference", "compressor_state_shape", "dequantize_fp4",
+    "compress_kv", "compress_kv_reference", "compressor_state_shape", "count_missing",
+    "count_missing_reference", "dequantize_fp4",
     "dequantize_fp4_reference", "dequantize_fp8", "dequantize_fp8_reference", "embed",
     "embed_reference", "empty_pool", "fp8_linear", "fp8_linear_reference", "gate_hash",
     "gate_hash_reference", "gate_topk", "gate_topk_reference", "grouped_linear",

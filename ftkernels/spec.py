@@ -69,7 +69,7 @@ MODULES = (
     "linear.embed", "linear.linear", "linear.fp8_linear", "linear.grouped_linear",
     "linear.mixed_linear",
     "moe.router", "moe.hash_router", "moe.gate", "moe.align", "moe.gemm_fp4", "moe.gemv_fp4",
-    "moe.swiglu", "moe.combine", "moe.moe_fp4",
+    "moe.swiglu", "moe.combine", "moe.moe_fp4", "moe.count_missing",
     "attention.kv_store", "attention.compressor", "attention.indexer", "attention.prefill",
     "attention.decode", "attention.merge", "attention.append", "attention.index_query",
     "mhc.pre", "mhc.post", "mhc.post_pre", "mhc.head",

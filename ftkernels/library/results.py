@@ -108,6 +108,7 @@ RESULTS: Mapping[str, Forms] = {
     "gate_topk": lambda a: _routes(a.x, a.topk),
     "gate_hash": lambda a: _routes(a.x, a.tid2eid.shape[1]),
     "moe_align": _aligned,
+    "count_missing": lambda a: (((1,), _INT32),),
     "moe_gemm_fp4": lambda a: _expert_rows(a, a.num_routes),
     "moe_gemv_fp4": lambda a: _expert_rows(a, a.topk_ids.shape[0] * a.topk_ids.shape[1]),
     "swiglu_clamp": lambda a: (

@@ -25,7 +25,7 @@ OPS = (
     "pack_fp4", "unpack_fp4", "hadamard", "rms_norm", "rope_tables", "apply_rope",
     "embed", "linear", "fp8_linear", "grouped_linear", "mixed_linear",
     "route_topk", "route_hash", "gate_topk", "gate_hash", "moe_align", "moe_gemm_fp4",
-    "moe_gemv_fp4", "swiglu_clamp", "moe_combine", "moe_fp4",
+    "moe_gemv_fp4", "swiglu_clamp", "moe_combine", "moe_fp4", "count_missing",
     "store_kv", "load_kv", "compress_kv", "append_kv", "index_query", "index_select",
     "mla_prefill", "mla_decode", "merge_splits",
     "hc_pre", "hc_post", "hc_post_pre", "hc_head", "sample", "top_logprobs",
@@ -34,7 +34,7 @@ OPS = (
 KERNELS = {
     "quantize_fp8", "quantize_fp4", "dequantize_fp8", "dequantize_fp4", "quant_round_trip",
     "hadamard", "rms_norm", "apply_rope", "embed", "route_topk", "route_hash", "moe_align",
-    "moe_gemm_fp4", "moe_gemv_fp4", "moe_fp4",
+    "moe_gemm_fp4", "moe_gemv_fp4", "moe_fp4", "count_missing",
     "linear", "fp8_linear", "grouped_linear", "mixed_linear", "gate_topk", "gate_hash",
     "store_kv", "load_kv", "compress_kv", "append_kv", "index_query", "index_select",
     "mla_prefill", "mla_decode", "merge_splits", "swiglu_clamp", "moe_combine",
