@@ -9,11 +9,14 @@ from __future__ import annotations
 import heapq
 import math
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
-# decode steps after which a use of an expert counts half
-HALF_LIFE_STEPS = 64.0
+# decode steps after which a use counts half: few where favourites change, many where they stay
+HALF_LIVES = (8.0, 32.0, 128.0, 512.0)
+# share of layers whose uses choose among them, and how much of the last steps' verdict is kept
+WATCHED_LAYERS = 4
+VERDICT_DECAY = 0.98
 
 
 class SlotPolicy(Protocol):
@@ -53,8 +56,12 @@ def make_policy(name: str, *, num_layers: int, num_experts: int, num_slots: int)
     if name == "lru":
         return Lru()
     if name == "scan-resistant":
-        return ScanResistant(num_layers * num_experts, num_experts, num_slots)
+        return ScanResistant(num_layers, num_experts, num_slots)
     raise ValueError(f'make_policy: name is {name!r}, expected "lru" or "scan-resistant"')
+
+
+def _first(keys: Iterable[int], usable: Callable[[int], bool]) -> int | None:
+    return next((key for key in keys if usable(key)), None)
 
 
 class Lru:
@@ -76,25 +83,29 @@ class Lru:
         del self._order[key]
 
     def victim(self, usable: Callable[[int], bool]) -> int | None:
-        return next((key for key in self._order if usable(key)), None)
+        return _first(self._order, usable)
 
 
 class ScanResistant:
     """What only a prefill or an unused hint brought goes first; decode's uses rank the rest.
 
-    A use counts half after ``HALF_LIFE_STEPS`` decode steps, and an evicted key keeps its count. So
-    a prefill sweep streams through as few slots as it has in use at a time.
+    A use counts half after a half-life, and an evicted key keeps its count. A prefill sweep streams
+    through as few slots as it has in use at a time, and what stays is read in place by every sweep.
     """
 
-    def __init__(self, num_keys: int, num_experts: int, num_slots: int) -> None:
-        # log2 of the decayed count, taken at step 0: it only grows, and its order needs no ageing
+    def __init__(self, num_layers: int, num_experts: int, num_slots: int) -> None:
+        num_keys = num_layers * num_experts
+        self._num_experts = num_experts
+        self._half_life = _HalfLife(num_keys)
+        # log2 of the decayed count, taken at clock 0: it only grows, and its order needs no ageing
         self._rank = [-math.inf] * num_keys
-        self._decode_clock = 0.0  # in half-lives
+        self._clock = 0.0  # decode steps in half-lives
         self._steps = 0
-        # oldest first: brought by prefill or a stale hint; hints that the next steps may use
-        self._streamed: OrderedDict[int, None] = OrderedDict()
-        self._hinted: OrderedDict[int, int] = OrderedDict()
+        # a resident key is in one of four, here by the order in which they go; queues oldest first
+        self._streamed: OrderedDict[int, None] = OrderedDict()  # by a prefill or a stale hint
         self._ranked: set[int] = set()
+        self._present: OrderedDict[int, None] = OrderedDict()  # used by the present decode step
+        self._hinted: OrderedDict[int, int] = OrderedDict()  # for this step or the next
         # one entry a key at most, its rank a lower bound: entries are mended when they come up
         self._heap: list[tuple[float, int]] = []
         self._has_entry = bytearray(num_keys)
@@ -104,7 +115,10 @@ class ScanResistant:
     def begin(self, phase: str) -> None:
         self._steps += 1
         if phase == "decode":
-            self._decode_clock += 1 / HALF_LIFE_STEPS
+            self._clock += 1 / self._half_life.begin()
+        for key in self._present:
+            self._keep(key)
+        self._present.clear()
         # a hint may come before the step that it is for
         while self._hinted and next(iter(self._hinted.values())) < self._steps - 1:
             self._drop_hint()
@@ -116,16 +130,16 @@ class ScanResistant:
                 self._drop_hint()
         elif phase == "decode":
             self._count(key)
-            self._keep(key)
+            self._present[key] = None
         else:
             self._stream(key)
 
     def touch(self, key: int, phase: str) -> None:
         if phase == "decode":
             self._count(key)
-            if key not in self._ranked:
+            if key not in self._present:
                 self.remove(key)
-                self._keep(key)
+                self._present[key] = None
         elif key in self._hinted:
             del self._hinted[key]
             self._stream(key)
@@ -135,17 +149,18 @@ class ScanResistant:
             self._ranked.remove(key)
         elif key in self._streamed:
             del self._streamed[key]
+        elif key in self._present:
+            del self._present[key]
         else:
             del self._hinted[key]
 
     def victim(self, usable: Callable[[int], bool]) -> int | None:
-        for key in self._streamed:
-            if usable(key):
-                return key
-        found = self._least_ranked(usable)
+        found = _first(self._streamed, usable)
         if found is None:
-            found = next((key for key in self._hinted if usable(key)), None)
-        return found
+            found = self._least_ranked(usable)
+        if found is None:
+            found = _first(self._present, usable)
+        return _first(self._hinted, usable) if found is None else found
 
     def _least_ranked(self, usable: Callable[[int], bool]) -> int | None:
         heap, found, passed = self._heap, None, []
@@ -166,8 +181,11 @@ class ScanResistant:
 
     def _count(self, key: int) -> None:
         """Add a decode use of now: ``log2(2**rank + 2**clock)``."""
-        low, high = sorted((self._rank[key], self._decode_clock))
-        self._rank[key] = high + math.log2(1 + 2.0 ** (low - high))
+        if key // self._num_experts % WATCHED_LAYERS == 0:
+            self._half_life.use(key)
+        above = self._rank[key] - self._clock
+        # far above, 2**above would overflow and the sum is the larger term
+        self._rank[key] = self._clock + (math.log2(1 + 2.0**above) if above < 64 else above)
 
     def _keep(self, key: int) -> None:
         self._ranked.add(key)
@@ -185,3 +203,37 @@ class ScanResistant:
     def _drop_hint(self) -> None:
         key, _ = self._hinted.popitem(last=False)
         self._stream(key)
+
+
+class _HalfLife:
+    """The half-life whose decayed counts, taken before a step, point best at what the step uses.
+
+    The measure is the cosine between the counts of all keys and the step's uses (1 or 0), averaged
+    over the last steps; it asks nothing about how large a count must be.
+    """
+
+    def __init__(self, num_keys: int) -> None:
+        self._counts = [[0.0] * num_keys for _ in HALF_LIVES]  # as of the key's last use
+        self._last_use = [0] * num_keys
+        self._step = 0
+        self._squares = [0.0 for _ in HALF_LIVES]  # sum of the squared counts of all keys
+        self._norms = [1.0 for _ in HALF_LIVES]  # its root, when the step began
+        self._verdicts = [0.0 for _ in HALF_LIVES]
+
+    def begin(self) -> float:
+        """A decode step begins; the half-life to count it with."""
+        self._step += 1
+        for i, half_life in enumerate(HALF_LIVES):
+            self._squares[i] *= 4.0 ** (-1 / half_life)
+            self._norms[i] = math.sqrt(self._squares[i]) or 1.0
+            self._verdicts[i] *= VERDICT_DECAY
+        return HALF_LIVES[self._verdicts.index(max(self._verdicts))]
+
+    def use(self, key: int) -> None:
+        age = self._step - self._last_use[key]
+        self._last_use[key] = self._step
+        for i, half_life in enumerate(HALF_LIVES):
+            count = self._counts[i][key] * 2.0 ** (-age / half_life)
+            self._verdicts[i] += count / self._norms[i]
+            self._squares[i] += 2 * count + 1
+            self._counts[i][key] = count + 1
