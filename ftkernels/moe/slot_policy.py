@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from typing import Protocol
 
 # decode steps after which a use counts half: few where favourites change, many where they stay
-HALF_LIVES = (8.0, 32.0, 128.0, 512.0)
+HALF_LIVES = (16.0, 32.0, 128.0, 512.0)
 # share of layers whose uses choose among them, and how much of the last steps' verdict is kept
 WATCHED_LAYERS = 4
 VERDICT_DECAY = 0.98
