@@ -28,7 +28,7 @@ from ftruntime.facts import probe
 from ftruntime.flags import FlagSpec, checked, flag_name, parse
 from ftruntime.model.config import ModelConfig
 from ftruntime.options import flag_options, read_config
-from ftruntime.plan import DeviceFacts, NotEnoughMemoryError, Plan, resolve
+from ftruntime.plan import NotEnoughMemoryError, Plan, resolve
 
 _FAILED, _USAGE, _INTERRUPTED = 1, 2, 130
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -135,7 +135,7 @@ def serve(model_dir: str | None, **params: str | bool | None) -> int:
     shape = _checkpoint_shape(config)
     with _refusals(_USAGE):
         plan = resolve(config, shape, facts)
-    _log_plan(config, facts, plan)
+    _log_plan(config, plan)
     with _refusals(_FAILED):
         return _run(config, shape)
 
@@ -202,22 +202,23 @@ def inspect(
         shape = _checkpoint_shape(config)
     with _refusals(_USAGE):
         plan = resolve(config, shape, facts, strict=False)
-    _log_lines((*plan.notes, *inactive_flags(config, facts)), plan.warnings)
-    try:
-        check_servable(config)
-    except ValueError as error:
-        _logger.warning("serve refuses to start with these flags: %s", error)
+    _log_lines((*plan.notes, *inactive_flags(config, plan)), plan.warnings)
     if not plan.fits and facts.kind == "cpu":
         _logger.warning("this machine is what was planned for; --cards and --card-gib plan others")
     if not plan.fits:
         _logger.warning(
             "plan does not fit needed_bytes=%d budget_bytes=%d", plan.total_bytes, plan.budget_bytes
         )
-    values = inspection.report(str(config.model), config, plan)
+    for check in (lambda: check_servable(config), lambda: resolve(config, shape, facts)):
+        try:
+            check()
+        except ValueError as error:
+            _logger.warning("serve refuses to start with these flags: %s", error)
+    values = inspection.report(str(config.model), config, shape, plan)
     if as_json:
         click.echo(json.dumps(values))
     else:
-        inspection.print_table(values, sys.stdout)
+        inspection.print_table(values, plan, sys.stdout)
 
 
 @main.command("make-demo")
@@ -283,14 +284,16 @@ def _check_platform() -> None:
         raise Failure(f"this machine is {system} {machine}, expected Linux x86_64", _FAILED)
 
 
-def _log_plan(config: RuntimeConfig, facts: DeviceFacts, plan: Plan) -> None:
+def _log_plan(config: RuntimeConfig, plan: Plan) -> None:
     _logger.info(
         "plan ready chunk_tokens=%d limiting=%s window_pages=%d reserved_window_pages=%d "
-        "num_tokens=%d max_model_len=%d max_running=%d device=%s",
+        "num_tokens=%d max_model_len=%d max_running=%d device=%s moe_backend=%s expert_slots=%d "
+        "num_experts=%d",
         plan.chunk_tokens, plan.limiting, plan.window_pages, plan.reserved_window_pages,
-        plan.num_tokens, plan.max_model_len, plan.max_running, plan.kind,
+        plan.num_tokens, plan.max_model_len, plan.max_running, plan.kind, plan.moe_backend,
+        plan.expert_slots, plan.num_experts,
     )  # fmt: skip
-    _log_lines((*plan.notes, *inactive_flags(config, facts)), plan.warnings)
+    _log_lines((*plan.notes, *inactive_flags(config, plan)), plan.warnings)
 
 
 def _log_lines(notes: Sequence[str], warnings: Sequence[str]) -> None:

@@ -61,10 +61,13 @@ class RuntimeConfig:
         "Accepted: torch.distributed collectives are what is used anyway."
     )
     moe_backend: str = choice(
-        "auto", "Where routed experts live: auto, fused or offload.", ("auto", "fused", "offload")
+        "auto",
+        "Where routed experts live: fused (all on the device), offload (in host memory, slots of "
+        "them on the device) or auto (fused if they fit).",
+        ("auto", "fused", "offload"),
     )
     moe_cache_auto: bool = switch(
-        "Size the expert slots from free device memory (as without any --moe-cache flag).",
+        "Expert slots take the device memory that KV leaves (as without any --moe-cache flag).",
         group="moe-cache",
     )
     moe_cache_size: int | None = integer(
@@ -180,6 +183,10 @@ class RuntimeConfig:
         self._check_groups()
         if self.kv_format == "fp8" and self.numerics == "exact":
             refuse("kv_format", "fp8", "bf16 with --numerics exact, which rounds no KV row")
+        for name in ("moe_cache_size", "moe_cache_rate"):
+            value: FlagValue = getattr(self, name)
+            if value is not None and self.moe_backend == "fused":
+                refuse(name, value, "it unset with --moe-backend fused, which has no slots")
 
     def _check_groups(self) -> None:
         given: dict[str, str] = {}
@@ -265,34 +272,22 @@ def check_servable(config: RuntimeConfig) -> None:
         refuse("prefill_layer_groups", config.prefill_layer_groups, expected)
 
 
-def inactive_flags(config: RuntimeConfig, facts: DeviceFacts) -> list[str]:
-    """One line for each flag the user set that does not act here, saying why."""
-    no_cache = (
-        "experts stay in host memory, next to the processor that computes with them"
-        if facts.kind == "cpu"
-        else "the expert cache is not available in this version, all experts stay on the device"
-    )
-    one_pass = "shards are mapped and read once, in order, in this version"
+def inactive_flags(config: RuntimeConfig, plan: Plan) -> list[str]:
+    """One line for each flag the user set that does not act in this plan, saying why."""
     reasons = {
         "disable_pynccl": "torch.distributed collectives are what is used anyway",
-        "moe_cache_auto": no_cache,
-        "moe_cache_size": no_cache,
-        "moe_cache_rate": no_cache,
-        "kv_reserve_tokens": no_cache,
-        "moe_prefetch_layers": no_cache,
-        "moe_prefill_hit_d2d": no_cache,
-        "expert_load": one_pass,
-        "expert_prefetch": one_pass,
+        "moe_prefill_hit_d2d": "resident experts are read in place anyway",
+        **_idle_cache_flags(config, plan),
     }
-    if config.moe_backend == "offload":
-        reasons["moe_backend"] = no_cache
+    if config.expert_load == "serial":
+        reasons["expert_prefetch"] = "--expert-load serial reads one shard after the other"
     if config.cache_type == "radix":
         reasons["cache_type"] = (
             "prefix reuse is not available in this version, every prompt is computed"
         )
     if config.admission == "optimistic":
         reasons["admission"] = "every request reserves its whole output in this version"
-    if facts.kind == "cpu":
+    if plan.kind == "cpu":
         reasons["cuda_graph_max_bs"] = "there are no CUDA graphs without a GPU"
     elif (config.cuda_graph_max_bs or 0) > config.max_running_requests:
         reasons["cuda_graph_max_bs"] = (
@@ -303,3 +298,14 @@ def inactive_flags(config: RuntimeConfig, facts: DeviceFacts) -> list[str]:
         for name in flag_specs()
         if name in reasons and name in config.explicit
     ]
+
+
+def _idle_cache_flags(config: RuntimeConfig, plan: Plan) -> dict[str, str]:
+    if plan.moe_backend == "fused":
+        names = ("moe_cache_auto", "kv_reserve_tokens", "moe_prefetch_layers")
+        return dict.fromkeys(names, "all experts are resident, there are no slots to fill")
+    for name in ("num_tokens", "num_pages", "moe_cache_size", "moe_cache_rate"):
+        if getattr(config, name) is not None:
+            what = "the KV capacity" if name.startswith("num") else "the expert slots"
+            return {"kv_reserve_tokens": f"{flag_name(name)} sets {what}"}
+    return {}

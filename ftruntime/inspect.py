@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TextIO
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, TextIO, cast
 
 from ftruntime.config import RuntimeConfig
 from ftruntime.facts import probe
 from ftruntime.flags import FlagSpec, FlagValue, checked, parse, refuse
 from ftruntime.model.config import ModelConfig, builtin
 from ftruntime.plan import DeviceFacts, Plan
+from ftruntime.step_model import modelled
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 BUILTIN_MODELS = ("flash", "pro")
 CARDS = FlagSpec(
@@ -21,6 +26,7 @@ CARD_GIB = FlagSpec(
 )  # fmt: skip
 _DEFAULT_CARD_GIB = 24.0
 _GIB = 1 << 30
+_WIDTH = 140
 
 
 def shape_of(model: str | None) -> ModelConfig:
@@ -63,19 +69,22 @@ def _read(name: str, text: str | None, spec: FlagSpec) -> FlagValue:
     return None if text is None else checked(name, parse(text, spec), spec)
 
 
-def report(model: str, config: RuntimeConfig, plan: Plan) -> dict[str, object]:
-    """The JSON value of ``--json``: the plan, with the model and settings it is for."""
+def report(model: str, config: RuntimeConfig, shape: ModelConfig, plan: Plan) -> dict[str, object]:
+    """The JSON value of ``--json``: the plan, with the model and settings it is for, and modelled
+    step times where there are cards.
+    """
     return {
         "model": model,
         "device": plan.kind,
         "kv_format": config.kv_format,
         "numerics": config.numerics,
         **{name: value for name, value in plan.to_dict().items() if name != "kind"},
+        "modelled": modelled(config, shape, plan),
     }
 
 
-def print_table(values: dict[str, object], stream: TextIO) -> None:
-    """The same values as text: one row a number, then the bytes of one rank."""
+def print_table(values: Mapping[str, object], plan: Plan, stream: TextIO) -> None:
+    """The same values as text: one row a number, the memory with its reasons, the step times."""
     from rich.console import Console
     from rich.table import Table
 
@@ -83,12 +92,40 @@ def print_table(values: dict[str, object], stream: TextIO) -> None:
     for name, value in values.items():
         if not isinstance(value, dict | list):
             table.add_row(name, "-" if value is None else str(value))
-    console = Console(file=stream, highlight=False)
+    # a file or pipe has no width of its own
+    console = Console(file=stream, highlight=False, width=None if stream.isatty() else _WIDTH)
     console.print(table)
-    sizes = values["bytes"]
-    if isinstance(sizes, dict):
-        split = Table("bytes of one rank", "GiB", "bytes", box=None, pad_edge=False)
+    for title, sizes, why in (
+        ("bytes of one rank", plan.bytes, plan.why),
+        ("host memory, all ranks", plan.host_bytes, plan.host_why),
+    ):
+        split = Table(title, "GiB", "bytes", "why", box=None, pad_edge=False)
         for name, size in sizes.items():
-            split.add_row(name, f"{size / _GIB:.3f}", str(size))
+            split.add_row(name, f"{size / _GIB:.3f}", str(size), why[name])
+        if sizes:
+            console.print()
+            console.print(split)
+    steps = values["modelled"]
+    if isinstance(steps, dict):
         console.print()
-        console.print(split)
+        console.print(_step_table(steps))
+
+
+def _step_table(model: Mapping[str, object]) -> Table:
+    from rich.table import Table
+
+    columns = ("tokens", "bus", "memory", "compute", "all_reduce", "sum", "overlapped")
+    table = Table("modelled ms a step", *columns, "tokens/s", box=None, pad_edge=False)
+    steps = cast("Mapping[str, Mapping[str, float]]", model["steps"])
+    for name, step in steps.items():
+        terms = [f"{step[f'{column}_ms']:.2f}" for column in columns[1:]]
+        speeds = f"{step['tokens_per_s']:.1f} to {step['tokens_per_s_overlapped']:.1f}"
+        table.add_row(name, f"{step['tokens']:g}", *terms, speeds)
+    table.caption = (
+        f"modelled, nothing was timed: {model['cards']} x {model['card']}, context of "
+        f"{model['context_tokens']} tokens, hit rate {model['decode_hit_rate']} in decode "
+        f"(simulated), {model['prefill_hit_rate']} in prefill; sum: nothing overlaps; overlapped: "
+        "copies one layer ahead, memory beside compute"
+    )
+    table.caption_justify, table.caption_style = "left", ""
+    return table

@@ -7,6 +7,7 @@ ops run their reference, on CPU and under ``exact``, every matrix is widened to 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -26,6 +27,9 @@ _ROUTE_BYTES: Final = 64
 _EXPERT_BYTES: Final = 1024
 _GEMV_TOKENS: Final = 64
 _SPLIT_ROWS: Final = 8192
+# launches of a layer's decode step, at most, and an assumed cost of each in a captured graph
+_GRAPH_NODES: Final = 20
+_GRAPH_NODE_BYTES: Final = 8 << 10
 # matrices of which a rank holds its share; everything else is replicated
 _SHARDED: Final = (
     "embed.", "head.", ".attn.wq_b.", ".attn.wo_a.", ".attn.wo_b.", ".attn.attn_sink",
@@ -62,13 +66,17 @@ def weight_bytes(shape: ModelConfig, *, widened: bool, ranks: int) -> WeightByte
         if ".ffn.experts." in name:
             first_expert += size if name.startswith("layers.0.ffn.experts.0.") else 0
             continue
-        sharded = any(mark in f".{name}" for mark in _SHARDED) and ".indexer." not in name
-        dense += -(-size // ranks) if sharded else size
+        dense += -(-size // ranks) if is_sharded(name) else size
     return WeightBytes(
         dense=dense,
         expert=-(-first_expert // ranks),
         num_experts=shape.num_hidden_layers * shape.n_routed_experts,
     )
+
+
+def is_sharded(name: str) -> bool:
+    """Whether tensor-parallel ranks hold a share each of this dense matrix."""
+    return any(mark in f".{name}" for mark in _SHARDED) and ".indexer." not in name
 
 
 def _widened_bytes(spec: TensorSpec) -> int:
@@ -79,21 +87,23 @@ def _widened_bytes(spec: TensorSpec) -> int:
     return spec.num_elements * values * _FP32
 
 
+def kv_row_bytes(shape: ModelConfig, *, kv_format: str, numerics: str) -> int:
+    """One window or compressed row of one layer."""
+    return _FP8_ROW_BYTES if kv_format == "fp8" else shape.head_dim * element_bytes(numerics)
+
+
 def row_page_bytes(shape: ModelConfig, *, kv_format: str, numerics: str) -> int:
     """Compressed and index rows of one page of 128 tokens, all layers together."""
-    element = element_bytes(numerics)
+    row = kv_row_bytes(shape, kv_format=kv_format, numerics=numerics)
     csa, hca = shape.num_layers_of(4), shape.num_layers_of(128)
-    index = csa * (PAGE_TOKENS // 4) * shape.index_head_dim * element
-    if kv_format == "fp8":
-        rows = csa * (PAGE_TOKENS // 4) * _FP8_ROW_BYTES + hca * _FP8_SINGLE_ROW_PAGE_BYTES
-    else:
-        rows = (csa * (PAGE_TOKENS // 4) + hca) * shape.head_dim * element
-    return rows + index
+    index = shape.index_head_dim * element_bytes(numerics)
+    single = _FP8_SINGLE_ROW_PAGE_BYTES if kv_format == "fp8" else row
+    return csa * (PAGE_TOKENS // 4) * (row + index) + hca * single
 
 
 def window_page_bytes(shape: ModelConfig, *, kv_format: str, numerics: str) -> int:
     """Window rows of one page of 128 tokens, all layers together."""
-    row = _FP8_ROW_BYTES if kv_format == "fp8" else shape.head_dim * element_bytes(numerics)
+    row = kv_row_bytes(shape, kv_format=kv_format, numerics=numerics)
     return shape.num_hidden_layers * PAGE_TOKENS * row
 
 
@@ -112,26 +122,40 @@ def rope_table_bytes(shape: ModelConfig, max_model_len: int) -> int:
 
 
 def activation_bytes(
-    shape: ModelConfig, *, chunk_tokens: int, max_running: int, numerics: str, ranks: int
+    shape: ModelConfig, *, num_tokens: int, max_running: int, numerics: str, ranks: int
 ) -> int:
-    """Upper estimate of the tensors of one step.
+    """Upper estimate of the tensors of one step of ``num_tokens``.
 
     A chunk keeps two copies of the streams and its sublayer's input, and of one sublayer at a time
     the larger of attention (queries, output, group projections) and the shared expert. Decode rows
-    add their logits twice. The scratch of the ops stands beside; the routed experts work in it.
+    add their logits twice. The routed experts work in the scratch of the ops.
     """
-    element, tokens = element_bytes(numerics), max(chunk_tokens, max_running)
+    step = num_tokens * _token_bytes(shape, numerics=numerics, ranks=ranks)
+    return step + 2 * max_running * shape.vocab_size * _FP32
+
+
+def _token_bytes(shape: ModelConfig, *, numerics: str, ranks: int) -> int:
     streams = (2 * shape.hc_mult + 2) * shape.hidden_size
     attention = (
         2 * shape.num_attention_heads * shape.head_dim + shape.o_groups * shape.o_lora_rank
     ) // ranks + shape.index_n_heads * shape.index_head_dim
     shared = 3 * shape.moe_intermediate_size // ranks + shape.hidden_size
-    step = tokens * (streams + max(attention, shared)) * element
-    logits = 2 * max_running * shape.vocab_size * _FP32
-    scratch = scratch_bound(
-        shape, num_tokens=tokens, max_running=max_running, numerics=numerics, ranks=ranks
-    )
-    return step + logits + scratch
+    return (streams + max(attention, shared)) * element_bytes(numerics)
+
+
+def graph_bytes(
+    shape: ModelConfig, *, sizes: Sequence[int], max_model_len: int, numerics: str, ranks: int
+) -> int:
+    """Estimate of captured decode steps: inputs, tensors and logits of the largest, which the
+    others share, and the driver's record of every launch of each.
+    """
+    if not sizes:
+        return 0
+    pages = -(-max_model_len // PAGE_TOKENS)
+    row = _token_bytes(shape, numerics=numerics, ranks=ranks)
+    row += 2 * shape.vocab_size * _FP32 + 2 * pages * 4  # block tables of rows and windows
+    nodes = len(sizes) * shape.num_hidden_layers * _GRAPH_NODES
+    return max(sizes) * row + nodes * _GRAPH_NODE_BYTES
 
 
 def scratch_bound(

@@ -7,29 +7,21 @@ allocated.
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Literal, NoReturn
+from typing import TYPE_CHECKING, Literal
 
-from ftruntime import memory
-from ftruntime.flags import refuse
-from ftruntime.kvcache.layout import ChunkBudget, chunk_budget
+from ftruntime.kvcache.layout import ChunkBudget
 from ftruntime.model.config import ModelConfig
+from ftruntime.refusals import NotEnoughMemoryError, check_fits, check_settings
 from ftruntime.scheduler.policy import interleave_notice
+from ftruntime.sizing import Row, Sizer, amount, min_expert_slots
 from ftruntime.types import PAGE_TOKENS, SchedulerLimits
 
 if TYPE_CHECKING:
     from ftruntime.config import RuntimeConfig
 
-_CPU_AUTO_TOKENS: Final = 65536
-_GIB: Final = 1 << 30
-# interpreter, libraries and the buffers of a loader
-_LOADING_BYTES: Final = 256 << 20
-
-
-class NotEnoughMemoryError(ValueError):
-    """The machine cannot hold weights and the least KV room; the sentence says what is missing."""
+__all__ = ["DeviceFacts", "NotEnoughMemoryError", "Plan", "min_expert_slots", "resolve"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +45,7 @@ class Plan:
     ``bytes`` sum to ``total_bytes``; ``headroom`` among them is what is left unused.
     ``host_bytes`` is what all ranks together take of the host beside cards: the expert bank,
     pinned, and passing copies while it is loaded. Empty on CPU, where ``bytes`` hold the bank.
+    ``why`` and ``host_why`` say what makes each of them.
     """
 
     kind: Literal["cpu", "cuda"]
@@ -73,8 +66,10 @@ class Plan:
     min_expert_slots: int
     max_decode_gap_s: float | None
     bytes: Mapping[str, int]
+    why: Mapping[str, str]
     budget_bytes: int
     host_bytes: Mapping[str, int]
+    host_why: Mapping[str, str]
     notes: tuple[str, ...] = ()  # log lines at info level
     warnings: tuple[str, ...] = ()  # log lines at warning level
 
@@ -90,7 +85,8 @@ class Plan:
     def to_dict(self) -> dict[str, object]:
         """JSON values, in the order `inspect` prints them."""
         values = dataclasses.asdict(self)
-        values["bytes"], values["host_bytes"] = dict(self.bytes), dict(self.host_bytes)
+        for name in ("bytes", "why", "host_bytes", "host_why"):
+            values[name] = dict(getattr(self, name))
         values["notes"], values["warnings"] = list(self.notes), list(self.warnings)
         return {**values, "total_bytes": self.total_bytes, "fits": self.fits}
 
@@ -110,11 +106,6 @@ class Plan:
         )
 
 
-def min_expert_slots(shape: ModelConfig) -> int:
-    """The least expert slots, all layers together: what one token needs in one layer at once."""
-    return shape.num_experts_per_tok
-
-
 def resolve(
     config: RuntimeConfig, shape: ModelConfig, facts: DeviceFacts, *, strict: bool = True
 ) -> Plan:
@@ -132,17 +123,14 @@ def resolve(
         ValueError: a setting that contradicts shape or machine, ``--flag is VALUE, expected ...``.
         NotEnoughMemoryError: the least plan does not fit, with ``strict``.
     """
-    _check_against_shape(config, shape, facts)
-    sizer = _Sizer(config, shape, facts)
-    slots = _expert_slots(sizer)
-    num_tokens = _num_tokens(sizer, slots)
-    context = sizer.context(num_tokens)
-    need = sizer.need(num_tokens, slots)
-    host = sizer.host()
-    if strict and sum(need.values()) > sizer.budget:
-        _refuse_size(sizer, num_tokens, slots)
+    check_settings(config, shape, facts)
+    sizer = Sizer(config, shape, facts)
     if strict:
-        _check_host(sizer, host)
+        check_fits(sizer)
+    slots = sizer.expert_slots()
+    num_tokens = sizer.num_tokens(slots)
+    context, host = sizer.context(num_tokens), sizer.host_rows()
+    rows = _with_headroom(sizer, sizer.rows(num_tokens, slots))
     chunk = sizer.chunk(num_tokens)
     return Plan(
         kind=facts.kind,
@@ -162,216 +150,24 @@ def resolve(
         expert_slots=slots,
         min_expert_slots=min_expert_slots(shape),
         max_decode_gap_s=None,
-        bytes={**need, "headroom": max(0, sizer.budget - sum(need.values()))},
+        bytes={name: row.num_bytes for name, row in rows.items()},
+        why={name: row.why for name, row in rows.items()},
         budget_bytes=sizer.budget,
-        host_bytes=host,
-        notes=_notes(config, sizer, chunk, slots),
+        host_bytes={name: row.num_bytes for name, row in host.items()},
+        host_why={name: row.why for name, row in host.items()},
+        notes=_notes(config, sizer, chunk),
         warnings=_warnings(config, shape, num_tokens, context, chunk.chunk_tokens),
     )
 
 
-class _Sizer:
-    """Bytes of a candidate plan; the weights are counted once."""
-
-    def __init__(self, config: RuntimeConfig, shape: ModelConfig, facts: DeviceFacts) -> None:
-        self.config = config
-        self.shape = shape
-        self.facts = facts
-        self.ranks = config.tensor_parallel_size
-        widened = facts.kind == "cpu" or config.numerics == "exact"
-        self.weights = memory.weight_bytes(shape, widened=widened, ranks=self.ranks)
-        # ranks on CPU share one memory, ranks on cards have one each
-        share = facts.memory_bytes // (self.ranks if facts.kind == "cpu" else 1)
-        self.budget = int(share * config.memory_ratio)
-        self.offload = self._offloads()
-
-    def _offloads(self) -> bool:
-        config = self.config
-        sized = config.moe_cache_size is not None or config.moe_cache_rate is not None
-        if config.moe_backend != "auto":
-            return config.moe_backend == "offload"
-        if self.facts.kind == "cpu":
-            return sized or config.moe_cache_auto
-        return sized or not self.fits(self.least_tokens(), self.weights.num_experts, offload=False)
-
-    def least_tokens(self) -> int:
-        """KV room that comes before expert slots: ``--num-tokens``, or ``--kv-reserve-tokens``."""
-        most = PAGE_TOKENS * self.most_pages()
-        return self.explicit_tokens() or min(most, _pages_up(self.config.kv_reserve_tokens))
-
-    def host(self) -> dict[str, int]:
-        """Bytes of the host beside cards, all ranks of this machine together."""
-        if self.facts.kind == "cpu" or not self.offload:
-            return {}
-        bank = self.weights.expert * self.weights.num_experts * self.ranks
-        return {"expert_bank": bank, "loading": bank // 20 + _LOADING_BYTES}
-
-    def context(self, num_tokens: int) -> int:
-        wanted = self.config.max_model_len or self.shape.max_position_embeddings
-        return min(wanted, self.shape.max_position_embeddings, num_tokens)
-
-    def chunk(self, num_tokens: int) -> ChunkBudget:
-        return chunk_budget(
-            max_prefill_length=self.config.max_prefill_length,
-            num_tokens=num_tokens,
-            max_running=self.config.max_running_requests,
-            swa_ratio=self.config.swa_full_tokens_ratio,
-            max_model_len=self.context(num_tokens),
-            radix=self.config.cache_type == "radix",
-        )
-
-    def need(self, num_tokens: int, slots: int, *, offload: bool | None = None) -> dict[str, int]:
-        config, shape = self.config, self.shape
-        offload = self.offload if offload is None else offload
-        bank = self.weights.num_experts if offload and self.facts.kind == "cpu" else 0
-        chunk = self.chunk(num_tokens)
-        form = {"kv_format": config.kv_format, "numerics": config.numerics}
-        # page 0 and one carry row are padding
-        pages = num_tokens // PAGE_TOKENS + 1
-        return {
-            "weights": self.weights.dense,
-            "experts": slots * self.weights.expert,
-            "expert_bank": bank * self.weights.expert,
-            "kv_rows": pages * memory.row_page_bytes(shape, **form),
-            "kv_window": chunk.window_pages * memory.window_page_bytes(shape, **form),
-            "carry": (config.max_running_requests + 1) * memory.carry_bytes(shape),
-            "rope_tables": memory.rope_table_bytes(shape, self.context(num_tokens)),
-            "activations": memory.activation_bytes(
-                shape, chunk_tokens=chunk.chunk_tokens, max_running=config.max_running_requests,
-                numerics=config.numerics, ranks=self.ranks,
-            ),
-        }  # fmt: skip
-
-    def fits(self, num_tokens: int, slots: int, *, offload: bool | None = None) -> bool:
-        return sum(self.need(num_tokens, slots, offload=offload).values()) <= self.budget
-
-    def explicit_tokens(self) -> int | None:
-        if self.config.num_pages is not None:
-            return self.config.num_pages * PAGE_TOKENS
-        return self.config.num_tokens
-
-    def most_tokens(self, slots: int) -> int:
-        """The largest KV capacity that fits, at least one page."""
-        return self.fitting_tokens(self.most_pages(), slots)
-
-    def most_pages(self) -> int:
-        """Pages of KV beyond which nothing could use them, or CPU does not take them unasked."""
-        context = self.config.max_model_len or self.shape.max_position_embeddings
-        most = -(-context * self.config.max_running_requests // PAGE_TOKENS)
-        return min(most, _CPU_AUTO_TOKENS // PAGE_TOKENS) if self.facts.kind == "cpu" else most
-
-    def fitting_tokens(self, most_pages: int, slots: int) -> int:
-        fits = functools.partial(self._pages_fit, slots=slots)
-        return PAGE_TOKENS * _largest(most_pages, fits)
-
-    def _pages_fit(self, pages: int, slots: int) -> bool:
-        return self.fits(pages * PAGE_TOKENS, slots)
+def _with_headroom(sizer: Sizer, rows: dict[str, Row]) -> dict[str, Row]:
+    left = sizer.budget - sum(row.num_bytes for row in rows.values())
+    share = f"{amount(sizer.budget)}, {sizer.config.memory_ratio:g} of what is free"
+    why = f"left of {share}" if left >= 0 else f"{amount(-left)} more than {share}"
+    return {**rows, "headroom": Row(max(0, left), why)}
 
 
-def _largest(most: int, good: Callable[[int], bool]) -> int:
-    """The largest good number in ``[1, most]``, 1 if none is; all below a good one are good."""
-    low, high = 1, max(1, most)
-    while low < high:
-        middle = (low + high + 1) // 2
-        if good(middle):
-            low = middle
-        else:
-            high = middle - 1
-    return low
-
-
-def _expert_slots(sizer: _Sizer) -> int:
-    config, every = sizer.config, sizer.weights.num_experts
-    if not sizer.offload:
-        return every
-    least = min_expert_slots(sizer.shape)
-    if config.moe_cache_size is not None:
-        return config.moe_cache_size
-    if config.moe_cache_rate is not None:
-        return max(least, int(config.moe_cache_rate * every))
-    spare = sizer.budget - sum(sizer.need(sizer.least_tokens(), 0).values())
-    return max(least, min(every, spare // sizer.weights.expert))
-
-
-def _num_tokens(sizer: _Sizer, slots: int) -> int:
-    config, explicit = sizer.config, sizer.explicit_tokens()
-    if explicit is not None:
-        return explicit
-    sized = config.moe_cache_size is not None or config.moe_cache_rate is not None
-    if slots < sizer.weights.num_experts and not sized:
-        return sizer.least_tokens()
-    return sizer.most_tokens(slots)
-
-
-def _pages_up(num_tokens: int) -> int:
-    return max(1, -(-num_tokens // PAGE_TOKENS)) * PAGE_TOKENS
-
-
-def _check_against_shape(config: RuntimeConfig, shape: ModelConfig, facts: DeviceFacts) -> None:
-    ranks = config.tensor_parallel_size
-    for name in ("num_attention_heads", "o_groups", "vocab_size", "moe_intermediate_size"):
-        size = getattr(shape, name)
-        if size % ranks:
-            refuse("tensor_parallel_size", ranks, f"a divisor of {name} ({size})")
-    if facts.kind == "cuda" and ranks > facts.cards:
-        refuse("tensor_parallel_size", ranks, f"at most the {facts.cards} cards of this machine")
-    if config.kv_format == "fp8" and (shape.head_dim, shape.qk_rope_head_dim) != (512, 64):
-        expected = (
-            "bf16: fp8 rows need head_dim 512 and qk_rope_head_dim 64, this model has "
-            f"{shape.head_dim} and {shape.qk_rope_head_dim}"
-        )
-        refuse("kv_format", "fp8", expected)
-    _check_context(config, shape)
-    every = shape.num_hidden_layers * shape.n_routed_experts
-    least, slots = min_expert_slots(shape), config.moe_cache_size
-    if slots is not None and not least <= slots <= every:
-        nearest = least if slots < least else every
-        expected = f"{least} to {every}, all experts of all layers (nearest: {nearest})"
-        refuse("moe_cache_size", slots, expected)
-
-
-def _check_context(config: RuntimeConfig, shape: ModelConfig) -> None:
-    wanted, model = config.max_model_len, shape.max_position_embeddings
-    if wanted is None:
-        return
-    if wanted > model:
-        refuse("max_model_len", wanted, f"at most the model's {model} (nearest: {model})")
-    tokens = config.num_tokens
-    if config.num_pages is not None:
-        tokens = config.num_pages * PAGE_TOKENS
-    if tokens is not None and wanted > tokens:
-        expected = f"at most the KV capacity of {tokens} tokens (--num-tokens; nearest: {tokens})"
-        refuse("max_model_len", wanted, expected)
-
-
-def _refuse_size(sizer: _Sizer, num_tokens: int, slots: int) -> NoReturn:
-    """One sentence for a plan larger than the memory: the flag that can give way, or what is
-    missing.
-    """
-    config = sizer.config
-    most = sizer.fitting_tokens(num_tokens // PAGE_TOKENS, slots)
-    room = f"{sizer.budget / _GIB:.2f} GiB are free under --memory-ratio {config.memory_ratio}"
-    if sizer.explicit_tokens() is not None and sizer.fits(most, slots):
-        name, unit = ("num_pages", PAGE_TOKENS) if config.num_pages else ("num_tokens", 1)
-        expected = f"at most what fits: {room} (nearest: {most // unit})"
-        refuse(name, num_tokens // unit, expected)
-    need = sizer.need(num_tokens, slots)
-    parts = ", ".join(f"{name} {size / _GIB:.2f}" for name, size in need.items() if size)
-    raise NotEnoughMemoryError(
-        f"the model needs {sum(need.values()) / _GIB:.2f} GiB a rank ({parts}), but only {room}"
-    )
-
-
-def _check_host(sizer: _Sizer, host: Mapping[str, int]) -> None:
-    free, need = sizer.facts.host_bytes, sum(host.values())
-    if free is not None and need > free:
-        raise NotEnoughMemoryError(
-            f"--moe-backend offload needs {need / _GIB:.2f} GiB of host memory (expert bank "
-            f"{host['expert_bank'] / _GIB:.2f}), but {free / _GIB:.2f} GiB are free"
-        )
-
-
-def _notes(config: RuntimeConfig, sizer: _Sizer, chunk: ChunkBudget, slots: int) -> tuple[str, ...]:
+def _notes(config: RuntimeConfig, sizer: Sizer, chunk: ChunkBudget) -> tuple[str, ...]:
     notes = []
     wanted = config.max_prefill_length // PAGE_TOKENS * PAGE_TOKENS
     if wanted != config.max_prefill_length:
@@ -392,9 +188,11 @@ def _notes(config: RuntimeConfig, sizer: _Sizer, chunk: ChunkBudget, slots: int)
             f"expert slots raised to the least moe_cache_rate={rate:g} "
             f"expert_slots={min_expert_slots(sizer.shape)}"
         )
-    host, free = sum(sizer.host().values()), sizer.facts.host_bytes
-    if free is not None and host > free:
-        notes.append(f"expert bank exceeds host memory bytes={host} available={free}")
+    reserve, used = config.kv_reserve_tokens, sizer.least_tokens()
+    if sizer.offload and sizer.explicit_tokens() is None and reserve > used:
+        notes.append(
+            f"kv reserve lowered to what can be used kv_reserve_tokens={reserve} used={used}"
+        )
     return tuple(notes)
 
 

@@ -113,7 +113,9 @@ def test_k07_s10_the_start_log_says_chunk_and_reason(checkpoint, started):
     result = invoke("serve", str(checkpoint), *REPORT, "--port", str(free_port()))
     assert "plan ready chunk_tokens=3456 limiting=window_pages window_pages=308" in result.stderr
     assert "prefill chunk clamped chunk_tokens=3456 max_prefill_length=4096" in result.stderr
-    for flag in ("--moe-cache-auto", "--cuda-graph-max-bs", "--expert-load", "--disable-pynccl"):
+    assert "device=cpu moe_backend=offload expert_slots=96 num_experts=96" in result.stderr
+    idle = ("--kv-reserve-tokens", "--cuda-graph-max-bs", "--moe-prefill-hit-d2d")
+    for flag in (*idle, "--disable-pynccl"):
         assert result.stderr.count(f"flag without effect {flag}=") == 1
     assert "--decode-interleave-every" not in result.stderr
 

@@ -19,10 +19,13 @@ from ftruntime.config import (
     check_servable,
     flag_specs,
     inactive_flags,
+    resolve,
 )
+from ftruntime.model.config import builtin
 
 CPU = DeviceFacts(kind="cpu", cards=0, memory_bytes=8 << 30)
 CUDA = DeviceFacts(kind="cuda", cards=1, memory_bytes=24 << 30)
+LARGE = DeviceFacts(kind="cuda", cards=1, memory_bytes=240 << 30)
 
 # the table of the command line contract: name, default
 DEFAULTS = {
@@ -137,6 +140,10 @@ CONFLICTS = [
      "--moe-cache-size is 9, expected only one of --moe-cache-auto and --moe-cache-size"),
     ({"moe_cache_size": 9, "moe_cache_rate": 0.0},
      "--moe-cache-rate is 0.0, expected only one of --moe-cache-size and --moe-cache-rate"),
+    ({"moe_backend": "fused", "moe_cache_size": 9},
+     "--moe-cache-size is 9, expected it unset with --moe-backend fused, which has no slots"),
+    ({"moe_backend": "fused", "moe_cache_rate": 0.5},
+     "--moe-cache-rate is 0.5, expected it unset with --moe-backend fused, which has no slots"),
     ({"kv_format": "fp8", "numerics": "exact"},
      "--kv-format is fp8, expected bf16 with --numerics exact, which rounds no KV row"),
 ]  # fmt: skip
@@ -216,32 +223,59 @@ def test_servable():
     check_servable(RuntimeConfig(prefill_layer_groups=1, decode_interleave_every=1))
 
 
+def idle(facts: DeviceFacts, **flags: object) -> dict[str, str]:
+    """Flag without effect -> why, in a plan for Flash."""
+    config = RuntimeConfig.from_flags(**flags)
+    lines = inactive_flags(config, resolve(config, builtin("flash"), facts, strict=False))
+    assert all(line.startswith("flag without effect --") and "\n" not in line for line in lines)
+    words = [line.removeprefix("flag without effect ").split(": ", 1) for line in lines]
+    return {name.split("=")[0]: why for name, why in words}
+
+
 def test_only_flags_that_were_given_are_called_inactive():
-    assert inactive_flags(RuntimeConfig(), CPU) == []
-    config = RuntimeConfig.from_flags(
-        disable_pynccl=True, moe_backend="offload", moe_cache_auto=True, kv_reserve_tokens=8192,
-        expert_load="parallel", expert_prefetch=2, moe_prefill_hit_d2d=True, cache_type="radix",
-        moe_prefetch_layers=1, admission="optimistic", cuda_graph_max_bs=64, port=1919,
-        decode_interleave_every=8, enable_cache_report=True,
-    )  # fmt: skip
-    lines = inactive_flags(config, CPU)
-    named = [line.split("=")[0].removeprefix("flag without effect ") for line in lines]
-    assert named == [
-        "--disable-pynccl", "--moe-backend", "--moe-cache-auto", "--kv-reserve-tokens",
-        "--cuda-graph-max-bs", "--cache-type", "--admission", "--expert-load", "--expert-prefetch",
-        "--moe-prefetch-layers", "--moe-prefill-hit-d2d",
+    assert idle(CPU) == idle(CUDA) == {}
+    report = {
+        "disable_pynccl": True, "moe_backend": "offload", "moe_cache_auto": True,
+        "kv_reserve_tokens": 8192, "expert_load": "parallel", "expert_prefetch": 2,
+        "moe_prefill_hit_d2d": True, "cache_type": "radix", "moe_prefetch_layers": 1,
+        "admission": "optimistic", "cuda_graph_max_bs": 64, "port": 1919,
+        "decode_interleave_every": 8, "enable_cache_report": True,
+    }  # fmt: skip
+    assert list(idle(CPU, **report)) == [
+        "--disable-pynccl", "--cuda-graph-max-bs", "--cache-type", "--admission",
+        "--moe-prefill-hit-d2d",
     ]  # fmt: skip
-    assert all(": " in line and "\n" not in line for line in lines)
-    quiet = RuntimeConfig.from_flags(
-        moe_backend="fused", cache_type="naive", admission="reserve", cuda_graph_max_bs=4
-    )
-    assert inactive_flags(quiet, CUDA) == []
+    assert idle(CUDA, cache_type="naive", admission="reserve", cuda_graph_max_bs=4) == {}
+
+
+def test_flags_of_the_cache_do_not_act_when_all_experts_are_resident():
+    flags = {"moe_cache_auto": True, "kv_reserve_tokens": 4096, "moe_prefetch_layers": 2}
+    named = ["--moe-cache-auto", "--kv-reserve-tokens", "--moe-prefetch-layers"]
+    for lines in (idle(CPU, moe_backend="fused", **flags), idle(LARGE, **flags)):
+        assert list(lines) == named
+        assert set(lines.values()) == {"all experts are resident, there are no slots to fill"}
+    assert idle(CUDA, **flags) == {}
+
+
+def test_a_reserve_does_not_act_beside_the_number_it_stands_for():
+    reserve = {"kv_reserve_tokens": 4096}
+    for flag, what in (
+        ("num_tokens", "the KV capacity"), ("num_pages", "the KV capacity"),
+        ("moe_cache_size", "the expert slots"),
+    ):  # fmt: skip
+        name = f"--{flag.replace('_', '-')}"
+        assert idle(CUDA, **{flag: 1280}, **reserve) == {
+            "--kv-reserve-tokens": f"{name} sets {what}"
+        }
+    assert "--moe-cache-rate" in idle(CUDA, moe_cache_rate=0.5, **reserve)["--kv-reserve-tokens"]
+
+
+def test_shards_are_not_read_ahead_by_the_serial_loader():
+    assert list(idle(CPU, expert_load="serial", expert_prefetch=4)) == ["--expert-prefetch"]
+    assert idle(CPU, expert_load="auto", expert_prefetch=4) == {}
 
 
 def test_a_graph_batch_above_the_running_limit_is_said_on_a_gpu():
-    config = RuntimeConfig.from_flags(cuda_graph_max_bs=64, max_running_requests=50)
-    (line,) = inactive_flags(config, CUDA)
-    assert line == (
-        "flag without effect --cuda-graph-max-bs=64: "
-        "no batch is larger than --max-running-requests (50)"
-    )
+    assert idle(CUDA, cuda_graph_max_bs=64, max_running_requests=50) == {
+        "--cuda-graph-max-bs": "no batch is larger than --max-running-requests (50)"
+    }

@@ -83,7 +83,7 @@ def test_rope_tables():
 def test_activations_grow_with_the_chunk_and_shrink_with_ranks():
     def size(chunk_tokens: int, ranks: int = 1, numerics: str = "official") -> int:
         return memory.activation_bytes(
-            FLASH, chunk_tokens=chunk_tokens, max_running=4, numerics=numerics, ranks=ranks
+            FLASH, num_tokens=chunk_tokens, max_running=4, numerics=numerics, ranks=ranks
         )
 
     streams, queries = 2 * 4 * 4096 * 2, 2 * 64 * 512 * 2

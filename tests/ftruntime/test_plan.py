@@ -84,9 +84,10 @@ def test_bytes_sum_to_the_share_of_memory():
     assert plan.fits
     assert plan.bytes["headroom"] > 0
     assert set(plan.bytes) == {
-        "weights", "experts", "expert_bank", "kv_rows", "kv_window", "carry", "rope_tables", "activations",
-        "headroom",
+        "weights", "experts", "expert_bank", "kv_rows", "kv_window", "carry", "rope_tables",
+        "activations", "scratch", "graphs", "expert_staging", "headroom",
     }  # fmt: skip
+    assert set(plan.why) == set(plan.bytes)
 
 
 def test_automatic_capacity_is_the_largest_that_fits():
@@ -229,8 +230,9 @@ def test_a_bank_on_the_host_beside_cards():
     assert plan.bytes["expert_bank"] == 0
     room = dataclasses.replace(EIGHT_CARDS, host_bytes=sum(plan.host_bytes.values()))
     assert plan_of(FLASH, room, **REPORT) == plan
-    with pytest.raises(NotEnoughMemoryError, match="--moe-backend offload needs 144.17 GiB of host"):
-        plan_of(FLASH, dataclasses.replace(room, host_bytes=room.host_bytes - 1), **REPORT)
+    missing = "bank needs 144.17 GiB of host memory, 144.16 GiB are free"
+    with pytest.raises(NotEnoughMemoryError, match=missing):
+        plan_of(FLASH, dataclasses.replace(room, host_bytes=room.host_bytes - (1 << 23)), **REPORT)
 
 
 def test_bank_and_slots_share_the_memory_of_a_cpu():

@@ -1,0 +1,266 @@
+"""Step times of a plan on cards of a known kind, modelled: bytes over links, FLOPs over ceilings.
+
+Nothing here was timed. Left out: launches, latencies of kernels and copies, the host's part of a
+step, bank conflicts of host memory when all cards copy at once. Routing is taken as uniform.
+
+Terms of a step, each of one rank:
+
+- bus: missing experts over the link to the host;
+- memory: weights, touched experts, KV rows and residual streams once over device memory;
+- compute: FLOPs over what the machine code of each kernel allows;
+- all-reduce: two a layer through the host, a latency and a ring's share of the bytes.
+
+Memory and compute overlap inside kernels. Misses of a layer can cross the bus while the layer
+before computes. An all-reduce waits for its layer and takes the same link: nothing hides it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from ftruntime import memory
+from ftruntime.checkpoint.names import expected_tensors
+from ftruntime.model.config import ModelConfig
+
+if TYPE_CHECKING:
+    from ftruntime.config import RuntimeConfig
+    from ftruntime.plan import Plan
+
+_CONTEXT_TOKENS: Final = 32768
+# decode hit rate by share of experts resident, simulated: bench_kernels/expert_trace.py, steady
+# state of the shipped policy
+HIT_RATES: Final = (
+    (0.0, 0.0), (0.05, 0.2), (0.1, 0.35), (0.2, 0.5), (0.3, 0.6), (0.5, 0.75), (0.65, 0.85),
+    (0.8, 0.92), (0.95, 0.98), (1.0, 1.0),
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Card:
+    """Rates of one card and its link, per second.
+
+    ``*_flops`` are the ceilings that the loops of our kernels reach on paper; ``slices`` are those
+    of matrices cut over ranks.
+    """
+
+    name: str
+    memory_bytes: float
+    link_bytes: float
+    reduce_bytes: float
+    reduce_latency_s: float
+    expert_flops: float
+    expert_slices_flops: float
+    fp8_flops: float
+    bf16_flops: float
+    attention_flops: float
+    attention_few_heads_flops: float  # 8 heads or less
+    index_flops: float
+
+
+# ceilings: bench_kernels/README.md, "Experts and linears on sm_89" and "Attention on sm_89"; link
+# rates and latency are assumed
+RTX_4090: Final = Card(
+    name="NVIDIA GeForce RTX 4090", memory_bytes=1008e9, link_bytes=25e9, reduce_bytes=12e9,
+    reduce_latency_s=30e-6, expert_flops=324e12, expert_slices_flops=308e12, fp8_flops=318e12,
+    bf16_flops=164e12, attention_flops=161e12, attention_few_heads_flops=138e12,
+    index_flops=294e12,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Terms of one step in seconds; `layers` is the depth of the pipeline of copies."""
+
+    tokens: int
+    layers: int
+    bus_s: float
+    memory_s: float
+    compute_s: float
+    all_reduce_s: float
+
+    @property
+    def sum_s(self) -> float:
+        """Nothing overlaps."""
+        return self.bus_s + self.memory_s + self.compute_s + self.all_reduce_s
+
+    @property
+    def overlapped_s(self) -> float:
+        """Everything that can overlap does: copies run one layer ahead of the products."""
+        work = max(self.memory_s, self.compute_s)
+        fill = min(self.bus_s, work) / self.layers
+        return max(self.bus_s, work) + fill + self.all_reduce_s
+
+    def to_dict(self) -> dict[str, float]:
+        """Milliseconds, and tokens a second of both ends."""
+        terms = {
+            "bus_ms": self.bus_s, "memory_ms": self.memory_s, "compute_ms": self.compute_s,
+            "all_reduce_ms": self.all_reduce_s, "sum_ms": self.sum_s,
+            "overlapped_ms": self.overlapped_s,
+        }  # fmt: skip
+        return {
+            "tokens": self.tokens,
+            **{name: round(1e3 * seconds, 3) for name, seconds in terms.items()},
+            "tokens_per_s": round(self.tokens / self.sum_s, 1),
+            "tokens_per_s_overlapped": round(self.tokens / self.overlapped_s, 1),
+        }
+
+
+def modelled(
+    config: RuntimeConfig, shape: ModelConfig, plan: Plan, card: Card = RTX_4090
+) -> dict[str, object] | None:
+    """Steps of a plan for `inspect`: decode of one row and of all, and the largest chunk, which
+    ends where the decode rows stand. None without cards, under ``exact``, which no kernel is
+    made for, and for a plan that does not fit.
+    """
+    if plan.kind != "cuda" or config.numerics == "exact" or not plan.fits:
+        return None
+    share = plan.expert_slots / plan.num_experts
+    context = min(plan.max_model_len, _CONTEXT_TOKENS)
+    model = StepModel(config, shape, plan, card)
+    chunk = min(plan.chunk_tokens, context)
+    return {
+        "card": card.name,
+        "cards": plan.ranks,
+        "context_tokens": context,
+        "decode_hit_rate": round(hit_rate(share), 4),
+        "prefill_hit_rate": round(share, 4),
+        "steps": {
+            "decode": model.decode(1, context).to_dict(),
+            "decode_full": model.decode(plan.max_running, context).to_dict(),
+            "prefill": model.prefill(chunk, context).to_dict(),
+        },
+    }
+
+
+def hit_rate(share: float) -> float:
+    """Decode hit rate when this share of all experts is resident, linear between the points."""
+    for (low, below), (high, above) in itertools.pairwise(HIT_RATES):
+        if share <= high:
+            return below + (above - below) * (share - low) / (high - low)
+    return 1.0
+
+
+class StepModel:
+    """Step times of one plan on one kind of card."""
+
+    def __init__(self, config: RuntimeConfig, shape: ModelConfig, plan: Plan, card: Card) -> None:
+        self._shape, self._card, self._ranks = shape, card, plan.ranks
+        self._expert = plan.bytes["experts"] // plan.expert_slots
+        self._share = plan.expert_slots / plan.num_experts
+        self._dense = plan.bytes["weights"] - looked_up_bytes(shape, plan.ranks)
+        self._row = memory.kv_row_bytes(shape, kv_format=config.kv_format, numerics=config.numerics)
+        self._linear = linear_flops(shape, ranks=plan.ranks)
+
+    def decode(self, rows: int, context: int) -> StepTime:
+        """One token for each of ``rows`` sequences of ``context`` tokens."""
+        read = rows * self._kv_bytes(context, picks=self._shape.index_topk)
+        return self._step(rows, rows, context - 1, 1 - hit_rate(self._share), read)
+
+    def prefill(self, tokens: int, context: int) -> StepTime:
+        """A chunk whose last token is number ``context`` of its prompt; what is not resident of the
+        experts it touches crosses the bus.
+        """
+        read = self._kv_bytes(context, picks=context)
+        return self._step(tokens, 1, context - 1 - tokens // 2, 1 - self._share, read)
+
+    def _step(
+        self, tokens: int, rows: int, position: int, missing: float, kv_bytes: int
+    ) -> StepTime:
+        """``rows``: of logits; ``position``: of the mean query; ``missing``: share of the touched
+        experts."""
+        shape, card = self._shape, self._card
+        layers = shape.num_hidden_layers
+        touched = layers * experts_touched(shape, tokens) * self._expert
+        # two sites a layer read and write all streams
+        streams = 2 * 2 * layers * tokens * shape.hc_mult * shape.hidden_size * 2
+        read = self._dense + touched + kv_bytes + streams
+        return StepTime(
+            tokens=tokens,
+            layers=layers,
+            bus_s=missing * touched / card.link_bytes,
+            memory_s=read / card.memory_bytes,
+            compute_s=tokens * self._token_s(position) + rows * self._head_s(),
+            all_reduce_s=self._all_reduce_s(tokens),
+        )
+
+    def _token_s(self, position: int) -> float:
+        shape, card, ranks = self._shape, self._card, self._ranks
+        work = attention_flops(shape, position)
+        sliced = card.expert_flops if ranks == 1 else card.expert_slices_flops
+        heads = shape.num_attention_heads // ranks
+        attention = card.attention_few_heads_flops if heads <= 8 else card.attention_flops
+        experts = 6 * shape.num_hidden_layers * shape.num_experts_per_tok
+        experts *= shape.hidden_size * shape.moe_intermediate_size
+        return (
+            self._linear["fp8"] / card.fp8_flops
+            + self._linear["bf16"] / card.bf16_flops
+            + experts / ranks / sliced
+            + work["attention"] / ranks / attention
+            + work["index"] / card.index_flops
+        )
+
+    def _head_s(self) -> float:
+        shape = self._shape
+        return 2 * shape.vocab_size * shape.hidden_size / self._ranks / self._card.bf16_flops
+
+    def _kv_bytes(self, context: int, *, picks: int) -> int:
+        """Rows of one sequence read once in all layers: windows, picks, index and the rest."""
+        shape = self._shape
+        csa, hca = shape.num_layers_of(4), shape.num_layers_of(128)
+        rows = shape.num_hidden_layers * min(context, shape.sliding_window)
+        rows += csa * min(picks, context // 4) + hca * (context // 128)
+        return rows * self._row + csa * (context // 4) * shape.index_head_dim * 2
+
+    def _all_reduce_s(self, tokens: int) -> float:
+        ranks, card = self._ranks, self._card
+        if ranks == 1:
+            return 0.0
+        ring = 2 * (ranks - 1) / ranks * tokens * self._shape.hidden_size * 2
+        calls = 2 * self._shape.num_hidden_layers
+        return calls * (card.reduce_latency_s + ring / card.reduce_bytes)
+
+
+def experts_touched(shape: ModelConfig, tokens: int) -> float:
+    """Distinct experts of a layer that this many tokens need under uniform routing."""
+    every = shape.n_routed_experts
+    return every * (1 - (1 - shape.num_experts_per_tok / every) ** tokens)
+
+
+def looked_up_bytes(shape: ModelConfig, ranks: int) -> int:
+    """Weights of which a step reads a few rows: embedding and routing tables."""
+    embed = -(-2 * shape.vocab_size * shape.hidden_size // ranks)
+    return embed + 8 * shape.num_hash_layers * shape.vocab_size * shape.num_experts_per_tok
+
+
+def linear_flops(shape: ModelConfig, *, ranks: int) -> Mapping[str, float]:
+    """FLOPs of one token on one rank in matrices that every token passes, by operand width: FP8,
+    and bf16 activations (output groups, compressors, routers). The head is none of them.
+    """
+    flops = {"fp8": 0.0, "bf16": 0.0}
+    for name, spec in expected_tensors(shape).items():
+        if spec.dtype not in ("F8_E4M3", "BF16") or len(spec.shape) < 2:
+            continue
+        if name in ("embed.weight", "head.weight"):
+            continue
+        narrow = spec.dtype == "F8_E4M3" and ".attn.wo_a." not in name
+        share = ranks if memory.is_sharded(name) else 1
+        flops["fp8" if narrow else "bf16"] += 2 * spec.num_elements / share
+    return flops
+
+
+def attention_flops(shape: ModelConfig, position: int) -> Mapping[str, int]:
+    """FLOPs of one query at a position in all layers, all heads: scores and values of the visible
+    rows, and index scores.
+    """
+    window = min(position + 1, shape.sliding_window)
+    rows = shape.num_hidden_layers * window
+    rows += shape.num_layers_of(4) * min(shape.index_topk, (position + 1) // 4)
+    rows += shape.num_layers_of(128) * ((position + 1) // 128)
+    scores = shape.num_layers_of(4) * ((position + 1) // 4)
+    return {
+        "attention": 4 * shape.num_attention_heads * shape.head_dim * rows,
+        "index": 2 * shape.index_n_heads * shape.index_head_dim * scores,
+    }
