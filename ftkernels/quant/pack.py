@@ -135,7 +135,7 @@ def unpack_fp4(
     scale = _output(op, "out[1]", scale, size, torch.uint8, weight, (meta, packed))
     if weight.numel() == 0:
         return packed, scale
-    codes = (_unfold(meta, num_groups) if folded else meta).transpose(-1, -2)
+    codes = (unfold(meta, num_groups) if folded else meta).transpose(-1, -2)
     scale.copy_(_deinterleave(codes) if gated else codes)
     rows = _unpack_weight(weight)
     packed.copy_(_deinterleave(rows) if gated else rows)
@@ -243,7 +243,9 @@ def _check_foldable(op: str, bad: torch.Tensor, gated: bool) -> None:
     )
 
 
-def _unfold(meta: torch.Tensor, num_groups: int) -> torch.Tensor:
+def unfold(meta: torch.Tensor, num_groups: int) -> torch.Tensor:
+    """Folded metadata ``[..., ceil(K/128), N]`` as the scale bytes ``[..., K/32, N]`` it was made
+    of; ``num_groups`` is ``K/32``."""
     shifts = torch.arange(0, 4 * FOLDED_GROUPS, 4, dtype=torch.int32, device=meta.device)
     largest = ((meta >> 23) & 0xFF) + (LEAST_LARGEST_CODE - 1)
     table = (meta.unsqueeze(-2) >> shifts.unsqueeze(-1)) & 15

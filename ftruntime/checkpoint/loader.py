@@ -1,15 +1,19 @@
-"""Reads a validated checkpoint into tensors, one tensor at a time, straight into its final place.
+"""Reads a validated checkpoint into tensors, each straight into its final place where it can.
 
-Files are mapped, not read: only the tensor being copied occupies memory twice. FP8 and FP4 weights
-stay codes with uint8 UE8M0 scales, or are dequantized once; both are exact in bf16 and fp32.
+FP8 and FP4 weights stay codes with uint8 UE8M0 scales, or are dequantized once; both are exact in
+bf16 and fp32. The dense part comes first, then the routed experts, in the order of the files.
 """
 
 from __future__ import annotations
 
 import logging
-import mmap
-from collections.abc import Callable, Mapping
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -17,8 +21,11 @@ import torch
 
 import ftkernels
 from ftkernels import ExpertBank
-from ftruntime.checkpoint.header import TensorEntry
+from ftkernels.moe.host_memory import HostMemory
+from ftruntime.checkpoint.banks import BankBuilder, BankForm, check_scale
+from ftruntime.checkpoint.files import ShardFiles
 from ftruntime.checkpoint.index import CheckpointIndex, open_checkpoint
+from ftruntime.checkpoint.jobs import Job, parallel, serial
 from ftruntime.checkpoint.memory import (
     DEQUANTIZE_DTYPES,
     GIB,
@@ -35,7 +42,8 @@ _TORCH_DTYPES: Final[Mapping[str, torch.dtype]] = {
     "BF16": torch.bfloat16, "F32": torch.float32, "F8_E4M3": torch.float8_e4m3fn,
     "F8_E8M0": torch.uint8, "I8": torch.uint8, "I64": torch.int64,
 }  # fmt: skip
-_NAN_SCALE: Final = 255
+_SHOWN_STEP: Final = 0.002
+_LOADERS: Final = ("auto", "serial", "parallel")
 
 Progress = Callable[[str, float], None]
 
@@ -58,12 +66,19 @@ class Weights:
     Args:
         tensors: everything stored unquantized, by full name, as `"layers.0.attn_norm.weight"`.
         linears: FP8 matrices by name without suffix, as `"layers.0.attn.wq_a"`.
-        experts: routed experts, one bank a layer, on the host (pinned when the device is CUDA).
+        experts: this rank's slice of the routed experts, one bank a layer, on the host.
+        host_memory: where the banks lie, page-locked when the device is CUDA; `release` after the
+            last copy out of them.
     """
 
     tensors: dict[str, torch.Tensor]
     linears: dict[str, LinearWeight]
     experts: list[ExpertBank]
+    host_memory: HostMemory
+
+    def release(self) -> None:
+        """Give page-locked memory back to the system; the banks are ordinary memory then."""
+        self.host_memory.close()
 
 
 def load_weights(
@@ -103,177 +118,189 @@ def load_weights(
 
     Raises:
         FileNotFoundError: as `open_checkpoint`.
-        ValueError: as `open_checkpoint`; a scale that is NaN; a `tid2eid` entry that is no expert;
-            host memory that does not suffice (nothing was read then).
+        MemoryError: the experts cannot be mapped or page-locked.
+        ValueError: as `open_checkpoint`; an argument outside its range; a scale that is NaN; a
+            `tid2eid` entry that is no expert; a file cut short while it is read; host memory that
+            does not suffice (nothing was read then).
     """
-    if dequantize is not None and dequantize not in DEQUANTIZE_DTYPES:
-        raise ValueError(
-            f"dequantize is {dequantize}, expected None, torch.bfloat16 or torch.float32"
-        )
     device = torch.device(device)
+    _check_arguments(config, dequantize, rank, ranks, pack, expert_load, expert_prefetch, threads)
     index = open_checkpoint(directory, config)
-    needed = estimate(config, dequantize).host_bytes(on_device=device.type != "cpu")
+    form = BankForm(config, dequantize, pack, device.type == "cpu", rank, ranks)
+    cores = len(os.sched_getaffinity(0))
+    several = len({entry.file for entry in index.entries.values()}) > 1 and cores > 1
+    if expert_load == "serial" or (expert_load == "auto" and not several):
+        threads = 0
+    elif threads is None:
+        threads = max(1, cores // ranks)
+    needed = extra_bytes + estimate(
+        config, dequantize, ranks=ranks, pack=pack, threads=max(1, threads)
+    ).host_bytes(on_device=device.type != "cpu")
     available = available_bytes()
     _logger.info(
-        "checkpoint memory needed=%.2fGiB available=%s stored=%.2fGiB dequantize=%s",
-        needed / GIB,
-        "unknown" if available is None else f"{available / GIB:.2f}GiB",
-        index.num_bytes / GIB,
-        dequantize,
-    )
+        "checkpoint memory needed=%.2fGiB available=%s experts=%.2fGiB stored=%.2fGiB "
+        "dequantize=%s rank=%d/%d",
+        needed / GIB, "unknown" if available is None else f"{available / GIB:.2f}GiB",
+        form.num_bytes / GIB, index.num_bytes / GIB, dequantize, rank, ranks,
+    )  # fmt: skip
     require_memory(needed, what=f"checkpoint {directory}", available=available)
-    return _Loader(index, config, dequantize, device, progress).load()
+    with ShardFiles(entry.file for entry in index.entries.values()) as files:
+        loader = _Loader(index, files, form, device, progress, threads, expert_prefetch)
+        return loader.load()
+
+
+def _check_arguments(
+    config: ModelConfig, dequantize: torch.dtype | None, rank: int, ranks: int, pack: bool,
+    expert_load: str, expert_prefetch: int, threads: int | None,
+) -> None:  # fmt: skip
+    inter = config.moe_intermediate_size
+    for good, name, value, expected in (
+        (dequantize is None or dequantize in DEQUANTIZE_DTYPES, "dequantize", dequantize,
+         "None, torch.bfloat16 or torch.float32"),
+        (ranks >= 1 and inter % (ranks * FP4_GROUP) == 0, "ranks", ranks,
+         f"slices of {inter} intermediate channels that are multiples of {FP4_GROUP}"),
+        (0 <= rank < ranks, "rank", rank, f"0 to {ranks - 1}"),
+        (not pack or dequantize is None, "pack", pack, "False for dequantized experts"),
+        (expert_load in _LOADERS, "expert_load", repr(expert_load), "auto, serial or parallel"),
+        (expert_prefetch >= 1, "expert_prefetch", expert_prefetch, "at least 1"),
+        (threads is None or threads >= 1, "threads", threads, "None or at least 1"),
+    ):  # fmt: skip
+        if not good:
+            raise ValueError(f"load_weights: {name} is {value}, expected {expected}")
 
 
 @dataclass
 class _Loader:
     index: CheckpointIndex
-    config: ModelConfig
-    dequantize: torch.dtype | None
+    files: ShardFiles
+    form: BankForm
     device: torch.device
     progress: Progress | None
-    maps: dict[Path, mmap.mmap] = field(default_factory=dict)
+    threads: int  # 0 is the serial loader
+    prefetch: int
     total_bytes: int = 1
     read_bytes: int = 0
+    shown: float = 0.0
+    start_s: float = field(default_factory=time.monotonic)
 
     def load(self) -> Weights:
-        expected = expected_tensors(self.config)
-        self.total_bytes = sum(spec.num_bytes for spec in expected.values())
+        config = self.form.config
+        expected = expected_tensors(config)
+        dense = {n: s for n, s in expected.items() if ".ffn.experts." not in n}
+        num_experts = config.num_hidden_layers * config.n_routed_experts
+        self.total_bytes = sum(spec.num_bytes for spec in dense.values())
+        self.total_bytes += num_experts * self.form.stored_bytes
         tensors: dict[str, torch.Tensor] = {}
         linears: dict[str, LinearWeight] = {}
-        for name, spec in expected.items():
-            if ".ffn.experts." in name or name.endswith(".scale"):
+        for name, spec in dense.items():
+            if name.endswith(".scale"):
                 continue
             if spec.dtype == "F8_E4M3":
                 base = name.removesuffix(".weight")
                 linears[base] = self._linear(base)
             else:
                 tensors[name] = self._tensor(name)
-        experts = [self._bank(f"layers.{layer}") for layer in range(self.config.num_hidden_layers)]
-        return Weights(tensors, linears, experts)
+            self._show()
+        memory = HostMemory(pinned=self.device.type == "cuda")
+        try:
+            experts = self._experts(memory)
+        except BaseException:
+            memory.close()
+            raise
+        self._report()
+        return Weights(tensors, linears, experts, memory)
+
+    def _experts(self, memory: HostMemory) -> list[ExpertBank]:
+        builder = BankBuilder(self.form, self.index, self.files, memory)
+        placed: Counter[int] = Counter()
+        for layer in self._run(self._jobs(builder)):
+            if layer is None:
+                continue
+            placed[layer] += 1
+            if placed[layer] == self.form.config.n_routed_experts:
+                memory.pin(builder.rows[layer])
+            self.read_bytes += self.form.stored_bytes
+            self._show()
+        for _ in self._run(builder.unfolding()):
+            pass
+        return builder.banks()
+
+    def _run(self, jobs: Iterable[Job]) -> Iterator[int | None]:
+        results = parallel(list(jobs), self.threads) if self.threads else serial(jobs)
+        # threads have ended before an error goes on, so that nothing writes to what it frees
+        with closing(results):
+            yield from results
+
+    def _jobs(self, builder: BankBuilder) -> Iterator[Job]:
+        """An expert each, in file order, and before each shard the one to read ahead."""
+        found = []
+        for layer in range(self.form.config.num_hidden_layers):
+            for expert in range(self.form.config.n_routed_experts):
+                name = f"{expert_name(f'layers.{layer}', expert, 'w1')}.weight"
+                entry = self.index.entries[name]
+                found.append((entry.file, entry.start, layer, expert))
+        found.sort()
+        shards = list(dict.fromkeys(file for file, *_ in found))
+        advised = 0 if self.threads else len(shards)
+        for file, _, layer, expert in found:
+            last = shards.index(file) + self.prefetch
+            for shard in shards[advised : last + 1]:
+                yield partial(self.files.read_ahead, shard)
+                advised += 1
+            yield partial(_place, builder, layer, expert)
 
     def _tensor(self, name: str) -> torch.Tensor:
-        value = self._view(name)
+        value = self._stored(name)
         if name.endswith(".tid2eid"):
             self._check_table(name, value)
-        widen = self.dequantize == torch.float32 and value.is_floating_point()
-        kept = torch.empty(value.shape, dtype=torch.float32 if widen else value.dtype)
-        kept.copy_(value)
-        self._advance(name)
-        return kept.to(self.device)
+        widen = self.form.dequantize == torch.float32 and value.is_floating_point()
+        return value.to(self.device, torch.float32 if widen else value.dtype)
 
     def _linear(self, name: str) -> LinearWeight:
-        weight, scale = self._view(f"{name}.weight"), self._scale(f"{name}.scale")
-        if self.dequantize is None:
-            result = LinearWeight(weight.clone().to(self.device), scale.clone().to(self.device))
-        else:
-            block = (FP8_BLOCK, FP8_BLOCK)
-            full = ftkernels.dequantize_fp8_reference(
-                weight, scale, group=block, dtype=self.dequantize
-            )
-            kept = self._dense_room(*full.shape).copy_(full)
-            result = LinearWeight(kept.to(self.device), None)
-        self._advance(f"{name}.weight", f"{name}.scale")
-        return result
-
-    def _bank(self, prefix: str) -> ExpertBank:
-        """All routed experts of one block; rows of w1 come before rows of w3."""
-        config = self.config
-        experts, inter, hidden = (
-            config.n_routed_experts,
-            config.moe_intermediate_size,
-            config.hidden_size,
-        )
-        w13, w13_scale = self._expert_room(experts, 2 * inter, hidden)
-        w2, w2_scale = self._expert_room(experts, hidden, inter)
-        for expert in range(experts):
-            for matrix, weight, scale, rows in (
-                ("w1", w13, w13_scale, slice(0, inter)),
-                ("w3", w13, w13_scale, slice(inter, 2 * inter)),
-                ("w2", w2, w2_scale, slice(0, hidden)),
-            ):
-                name = expert_name(prefix, expert, matrix)
-                into_scale = None if scale is None else scale[expert, rows]
-                self._expert(name, weight[expert, rows], into_scale)
-        return ExpertBank(w13, w13_scale, w2, w2_scale)
-
-    def _dense_room(self, *shape: int, pin: bool = False) -> torch.Tensor:
-        """Room for a dequantized matrix; on the host its columns are contiguous, which is what the
-        product of a single row prefers."""
-        if self.device.type == "cpu":
-            turned = (*shape[:-2], shape[-1], shape[-2])
-            return torch.empty(turned, dtype=self.dequantize).mT
-        return torch.empty(shape, dtype=self.dequantize, pin_memory=pin)
-
-    def _expert_room(
-        self, experts: int, rows: int, columns: int
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        pin = self.device.type == "cuda"
-        if self.dequantize is not None:
-            return self._dense_room(experts, rows, columns, pin=pin), None
-        packed = torch.empty((experts, rows, columns // 2), dtype=torch.uint8, pin_memory=pin)
-        scales = torch.empty(
-            (experts, rows, columns // FP4_GROUP), dtype=torch.uint8, pin_memory=pin
-        )
-        return packed, scales
-
-    def _expert(self, name: str, weight: torch.Tensor, scale: torch.Tensor | None) -> None:
-        packed, codes = self._view(f"{name}.weight"), self._scale(f"{name}.scale")
-        if scale is None:
-            full = ftkernels.dequantize_fp4_reference(
-                packed, codes, group=FP4_GROUP, dtype=weight.dtype
-            )
-            weight.copy_(full)
-        else:
-            weight.copy_(packed)
-            scale.copy_(codes)
-        self._advance(f"{name}.weight", f"{name}.scale")
-
-    def _scale(self, name: str) -> torch.Tensor:
-        codes = self._view(name)
-        if bool((codes == _NAN_SCALE).any()):
-            raise ValueError(
-                f"{self.index.entries[name].file}: tensor {name} holds the scale code 255 (NaN), "
-                "expected 0 to 254"
-            )
-        return codes
+        weight, scale = self._stored(f"{name}.weight"), self._stored(f"{name}.scale")
+        check_scale(self.index.entries[f"{name}.scale"], scale)
+        dtype = self.form.dequantize
+        if dtype is None:
+            return LinearWeight(weight.to(self.device), scale.to(self.device))
+        block = (FP8_BLOCK, FP8_BLOCK)
+        full = ftkernels.dequantize_fp8_reference(weight, scale, group=block, dtype=dtype)
+        if self.form.by_columns:
+            full = full.mT.contiguous().mT
+        return LinearWeight(full.to(self.device), None)
 
     def _check_table(self, name: str, table: torch.Tensor) -> None:
         low, high = (int(value) for value in table.aminmax())
-        if low < 0 or high >= self.config.n_routed_experts:
+        if low < 0 or high >= self.form.config.n_routed_experts:
             raise ValueError(
                 f"{self.index.entries[name].file}: tensor {name} holds expert ids {low} to {high}, "
-                f"expected 0 to {self.config.n_routed_experts - 1}"
+                f"expected 0 to {self.form.config.n_routed_experts - 1}"
             )
 
-    def _view(self, name: str) -> torch.Tensor:
-        """The stored tensor as a view of its mapped file."""
+    def _stored(self, name: str) -> torch.Tensor:
         entry = self.index.entries[name]
-        dtype = _TORCH_DTYPES[entry.dtype]
-        raw = torch.frombuffer(
-            self._map(entry), dtype=torch.uint8, count=entry.end - entry.start, offset=entry.start
-        )
-        if raw.data_ptr() % dtype.itemsize:
-            raw = raw.clone()  # files of other writers may not be aligned
-        return raw.view(dtype).view(entry.shape)
+        value = torch.empty(entry.shape, dtype=_TORCH_DTYPES[entry.dtype])
+        self.files.read(entry, value)
+        self.read_bytes += value.nbytes
+        return value
 
-    def _map(self, entry: TensorEntry) -> mmap.mmap:
-        if entry.file not in self.maps:
-            with entry.file.open("rb") as stream:
-                # private and writable, because torch has no read-only tensors; nobody writes
-                self.maps[entry.file] = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
-        return self.maps[entry.file]
+    def _show(self) -> None:
+        share = self.read_bytes / self.total_bytes
+        if self.progress is None or (share - self.shown < _SHOWN_STEP and share < 1):
+            return
+        self.shown = share
+        rate = self.read_bytes / max(time.monotonic() - self.start_s, 1e-9) / 1e9
+        done, total = self.read_bytes / GIB, self.total_bytes / GIB
+        self.progress(f"{done:.2f} of {total:.2f} GiB, {rate:.2f} GB/s", share)
 
-    def _advance(self, *names: str) -> None:
-        for name in names:
-            entry = self.index.entries[name]
-            self.read_bytes += entry.end - entry.start
-            self._release(entry)
-        if self.progress is not None:
-            self.progress(names[0], self.read_bytes / self.total_bytes)
+    def _report(self) -> None:
+        seconds = time.monotonic() - self.start_s
+        _logger.info(
+            "checkpoint loaded bytes=%.2fGiB seconds=%.1f rate=%.2fGB/s loader=%s threads=%d",
+            self.read_bytes / GIB, seconds, self.read_bytes / max(seconds, 1e-9) / 1e9,
+            "parallel" if self.threads else "serial", max(1, self.threads),
+        )  # fmt: skip
 
-    def _release(self, entry: TensorEntry) -> None:
-        """Unmap the pages just read, so that the process never looks twice its size; they stay in
-        the page cache."""
-        start = entry.start - entry.start % mmap.PAGESIZE
-        self._map(entry).madvise(mmap.MADV_DONTNEED, start, entry.end - start)
+
+def _place(builder: BankBuilder, layer: int, expert: int) -> int:
+    builder.place(layer, expert)
+    return layer

@@ -10,6 +10,7 @@ from typing import Final
 
 import torch
 
+from ftruntime.checkpoint.banks import BankForm
 from ftruntime.checkpoint.names import TensorSpec, expected_tensors
 from ftruntime.model.config import ModelConfig
 
@@ -17,37 +18,62 @@ DEQUANTIZE_DTYPES: Final = (torch.bfloat16, torch.float32)
 _QUANTIZED: Final = ("F8_E4M3", "I8")
 _FLOAT: Final = ("BF16", "F32")
 GIB: Final = 1 << 30
-# interpreter, libraries and the pages of the shard being read
+# bytes an element while codes widen, and copies of the codes while they are packed
+_WIDENING: Final = 3 * 4
+_PACKING: Final = 6
+# interpreter, libraries, and what allocators hold back
 _FIXED_BYTES: Final = 256 << 20
 
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes of the loaded weights, and of the largest passing copy while they are read."""
+    """Bytes of the loaded weights, and of the largest passing copies while they are read."""
 
     dense_bytes: int  # everything but the routed experts; on the device if there is one
-    expert_bytes: int  # the banks, always on the host
-    temporary_bytes: int
+    expert_bytes: int  # this rank's banks, always on the host
+    dense_temporary_bytes: int  # beside the dense part
+    transfer_bytes: int  # in place of the dense part, when it leaves for an accelerator
+    expert_temporary_bytes: int
 
     def host_bytes(self, *, on_device: bool) -> int:
         """Peak on the host; `on_device`: the dense part leaves for an accelerator."""
         dense = 0 if on_device else self.dense_bytes
-        return dense + self.expert_bytes + self.temporary_bytes
+        passing = self.dense_temporary_bytes + (self.transfer_bytes if on_device else 0)
+        # banks take memory as they fill, and they do so after the dense part has passed
+        filled = max(passing, self.expert_bytes + self.expert_temporary_bytes)
+        return dense + filled + _FIXED_BYTES
 
 
-def estimate(config: ModelConfig, dequantize: torch.dtype | None) -> MemoryEstimate:
-    """What `load_weights` with the same arguments will hold."""
-    dense = experts = temporary = 0
+def estimate(
+    config: ModelConfig, dequantize: torch.dtype | None, *, ranks: int = 1, pack: bool = False,
+    threads: int = 1,
+) -> MemoryEstimate:  # fmt: skip
+    """What `load_weights` with the same arguments will hold; `threads` place experts at a time."""
+    dense = temporary = transfer = 0
     for name, spec in expected_tensors(config).items():
-        num_bytes = loaded_bytes(name, spec, dequantize)
         if ".ffn.experts." in name:
-            experts += num_bytes
-        else:
-            dense += num_bytes
+            continue
+        num_bytes = loaded_bytes(name, spec, dequantize)
+        dense += num_bytes
+        transfer = max(transfer, num_bytes)
         if dequantize is not None and spec.dtype in _QUANTIZED:
             # codes widen to the target type by way of fp32
-            temporary = max(temporary, 3 * 4 * spec.num_elements)
-    return MemoryEstimate(dense, experts, temporary + _FIXED_BYTES)
+            temporary = max(temporary, _WIDENING * spec.num_elements)
+        elif dequantize == torch.float32 and spec.dtype == "BF16":
+            temporary = max(temporary, spec.num_bytes)
+    form = BankForm(config, dequantize, pack=pack, ranks=ranks)
+    expert = threads * _expert_temporary(form)
+    return MemoryEstimate(dense, form.num_bytes, temporary, transfer, expert)
+
+
+def _expert_temporary(form: BankForm) -> int:
+    """Passing copies of the thread that places an expert."""
+    weights = form.stored()[0::2]
+    largest = max(part.num_bytes for part in weights)
+    whole = form.ranks * weights[1].num_bytes if form.ranks > 1 else 0
+    if form.dequantize is not None:
+        return form.stored_bytes + max(whole, 2 * _WIDENING * largest)
+    return max(whole, form.stored_bytes + _PACKING * largest) if form.pack else whole
 
 
 def loaded_bytes(name: str, spec: TensorSpec, dequantize: torch.dtype | None) -> int:

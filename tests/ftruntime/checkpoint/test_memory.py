@@ -2,7 +2,8 @@
 cgroups.
 
 Mutants tried: limits of parent groups ignored; page cache not counted; scales counted although
-dequantized.
+dequantized; passing copies of one thread only; the whole intermediate width for a slice;
+`extra_bytes` left out.
 """
 
 from __future__ import annotations
@@ -26,34 +27,60 @@ def _write(root, files):
 
 
 def _total(weights):
-    bank = [t for e in weights.experts for t in (e.w13, e.w13_scale, e.w2, e.w2_scale)]
     linear = [t for lin in weights.linears.values() for t in (lin.weight, lin.scale)]
-    held = [t for t in (*bank, *linear, *weights.tensors.values()) if t is not None]
-    return sum(t.nbytes for t in held), sum(t.nbytes for t in bank if t is not None)
+    held = [t for t in (*linear, *weights.tensors.values()) if t is not None]
+    return sum(t.nbytes for t in held), sum(bank.rows().nbytes for bank in weights.experts)
 
 
-@pytest.mark.parametrize("dequantize", [None, torch.bfloat16, torch.float32], ids=str)
-def test_q05_estimate_equals_what_is_loaded(tiny, dequantize):
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("dequantize", "pack"),
+    [(None, False), (None, True), (torch.bfloat16, False), (torch.float32, False)],
+    ids=str,
+)
+def test_q05_estimate_equals_what_is_loaded(tiny, dequantize, pack, ranks):
     config = ModelConfig.from_dir(tiny)
-    weights = loader.load_weights(tiny, config, dequantize=dequantize)
-    expected = estimate(config, dequantize)
-    total, banks = _total(weights)
-    assert expected.expert_bytes == banks
-    assert expected.dense_bytes == total - banks
-    assert expected.host_bytes(on_device=False) == total + expected.temporary_bytes
+    form = {"dequantize": dequantize, "pack": pack, "ranks": ranks}
+    weights = loader.load_weights(tiny, config, rank=ranks - 1, **form)
+    expected = estimate(config, **form)
+    dense, banks = _total(weights)
+    assert expected.expert_bytes == banks == weights.host_memory.num_bytes
+    assert expected.dense_bytes == dense
+    least = dense + banks + expected.expert_temporary_bytes
+    assert expected.host_bytes(on_device=False) >= least
+    # a card takes the dense part, one tensor at a time
+    assert banks < expected.host_bytes(on_device=True) <= expected.host_bytes(on_device=False)
+
+
+@pytest.mark.parametrize("pack", [False, True])
+def test_q05_every_thread_holds_passing_copies(pack):
+    one, three = (estimate(builtin("flash"), None, ranks=2, pack=pack, threads=n) for n in (1, 3))
+    assert three.expert_temporary_bytes == 3 * one.expert_temporary_bytes > 0
+    more = three.host_bytes(on_device=True) - one.host_bytes(on_device=True)
+    assert more == 2 * one.expert_temporary_bytes
 
 
 def test_q05_flash_needs_at_most_a_fifth_more_than_its_banks():
-    flash = estimate(builtin("flash"), None)
+    flash = estimate(builtin("flash"), None, pack=True, threads=32)
     # spec section 17.1: 43 banks of 3422.55 MB
     assert flash.expert_bytes == pytest.approx(43 * 3422.55e6, rel=1e-5)
     assert flash.host_bytes(on_device=True) <= 1.2 * flash.expert_bytes
 
 
-def test_q05_refuses_before_reading(tiny, monkeypatch):
-    monkeypatch.setattr(loader, "available_bytes", lambda: 100 << 20)
-    monkeypatch.setattr(loader.mmap, "mmap", lambda *a, **k: pytest.fail("a weight was read"))
-    with pytest.raises(ValueError, match=r"needs 0\.\d\d GiB .* but 0\.10 GiB is available"):
+@pytest.mark.parametrize("extra", [0, 1 << 50])
+def test_q05_refuses_before_reading(tiny, monkeypatch, extra):
+    config = ModelConfig.from_dir(tiny)
+    room = (1 << 50) if extra else 100 << 20
+    monkeypatch.setattr(loader, "available_bytes", lambda: room)
+    monkeypatch.setattr(loader, "ShardFiles", lambda *a: pytest.fail("a shard was opened"))
+    need = r"needs \d+\.\d\d GiB .* but \d+\.\d\d GiB is available"
+    with pytest.raises(ValueError, match=need):
+        loader.load_weights(tiny, config, dequantize=None, extra_bytes=extra)
+
+
+def test_q05_the_estimate_is_logged_before_the_first_shard_is_opened(tiny, monkeypatch, caplog):
+    monkeypatch.setattr(loader, "ShardFiles", lambda *a: pytest.fail(caplog.text))
+    with caplog.at_level("INFO"), pytest.raises(pytest.fail.Exception, match="memory needed=0"):
         loader.load_weights(tiny, ModelConfig.from_dir(tiny), dequantize=None)
 
 
