@@ -160,8 +160,7 @@ def unpack_fp4_reference(
 
 def foldable(scale: torch.Tensor) -> bool:
     """Whether `pack_fp4` can fold these scales ``[..., N, K/32]``; reads them on the host."""
-    wide = scale.transpose(-1, -2).int()
-    return scale.is_meta or not bool(_out_of_range(*_fours(wide)).any())
+    return scale.is_meta or not bool(_out_of_range(*_fours(scale.transpose(-1, -2))).any())
 
 
 def _fours(codes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -219,12 +218,12 @@ def _deinterleave(x: torch.Tensor) -> torch.Tensor:
 
 def _fold(op: str, codes: torch.Tensor, gated: bool) -> torch.Tensor:
     """Scale codes `[..., K/32, N]` to metadata `[..., ceil(K/128), N]`."""
-    fours, largest = _fours(codes.int())
+    fours, largest = _fours(codes.contiguous())
     _check_foldable(op, _out_of_range(fours, largest).any(-2), gated)
-    table = MAX_OCTAVES - (largest.unsqueeze(-2) - fours)
-    shifts = torch.arange(0, 4 * FOLDED_GROUPS, 4, dtype=torch.int32, device=codes.device)
-    folded = (table << shifts.unsqueeze(-1)).sum(-2, dtype=torch.int32)
-    return folded | ((largest - (LEAST_LARGEST_CODE - 1)) << 23)
+    folded = (largest.int() - (LEAST_LARGEST_CODE - 1)) << 23
+    for place, code in enumerate(fours.unbind(-2)):
+        folded |= (MAX_OCTAVES - (largest - code)).int() << (4 * place)
+    return folded
 
 
 def _check_foldable(op: str, bad: torch.Tensor, gated: bool) -> None:
@@ -301,10 +300,15 @@ def _unpack_weight(weight: torch.Tensor) -> torch.Tensor:
 
 def _to_words(packed: torch.Tensor) -> torch.Tensor:
     """Bytes of a step in checkpoint order to its words' bytes, along the last dimension."""
-    first, second = unpack_nibbles(packed).unflatten(-1, (2, -1, 4)).unbind(-3)
-    magnitudes = pack_nibbles(torch.cat((first & 7, second & 7), dim=-1))
-    # byte i of a word carries the signs of column i of both halves
-    return (magnitudes | ((first & 8) << 4) | (second & 8)).flatten(-2)
+    # a number is four codes; the copy starts at an even byte, which a view need not
+    copied = packed.clone(memory_format=torch.contiguous_format)
+    first, second = copied.view(torch.int16).chunk(2, dim=-1)
+    # both halves of a word take two signs of each side: of columns 0 and 1, then of 2 and 3
+    low = (first & 0x7777) | ((first & 8) << 4) | ((first & 0x80) << 8)
+    low |= (second & 8) | ((second & 0x80) << 4)
+    high = (second & 0x7777) | ((first & 0x800) >> 4) | (first & -0x8000)
+    high |= ((second & 0x800) >> 8) | ((second >> 4) & 0x800)
+    return torch.stack((low, high), dim=-1).flatten(-2).view(torch.uint8)
 
 
 def _from_words(words: torch.Tensor) -> torch.Tensor:

@@ -19,7 +19,7 @@ _QUANTIZED: Final = ("F8_E4M3", "I8")
 _FLOAT: Final = ("BF16", "F32")
 GIB: Final = 1 << 30
 # bytes an element while codes widen, and copies of the codes while they are packed
-_WIDENING: Final = 3 * 4
+_WIDENING: Final = 16
 _PACKING: Final = 6
 # interpreter, libraries, and what allocators hold back
 _FIXED_BYTES: Final = 256 << 20

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from ftkernels.quant.pack import (
     pack_fp4,
     pack_fp4_reference,
+    unfold,
     unpack_fp4,
     unpack_fp4_reference,
 )
@@ -234,3 +235,19 @@ def test_unpack_refusals(args, kwargs, kind, text):
     for op in (unpack_fp4, unpack_fp4_reference):
         with pytest.raises(kind, match=text):
             op(*args, **kwargs)
+
+
+def test_a_view_at_an_odd_byte_packs_to_the_same():
+    packed, scale = weights(N=64, K=64)
+    room = torch.empty(packed.numel() + 1, dtype=torch.uint8)
+    odd = room[1:].view(packed.shape).copy_(packed)
+    for mine, expected in zip(pack_fp4(odd, scale), pack_fp4(packed, scale), strict=True):
+        assert torch.equal(mine, expected)
+
+
+def test_unfolded_metadata_is_the_scale_bytes_of_the_other_form():
+    packed, scale = weights(2, N=70, K=224)
+    for gated in (False, True):
+        folded = pack_fp4(packed, scale, gated=gated)[1]
+        plain = pack_fp4(packed, scale, gated=gated, fold=False)[1]
+        assert torch.equal(unfold(folded, 7), plain)
