@@ -31,6 +31,7 @@ from ftkernels.moe.align import moe_align, moe_align_reference
 from ftkernels.moe.bank import ExpertBank
 from ftkernels.moe.combine import moe_combine, moe_combine_reference
 from ftkernels.moe.count_missing import count_missing, count_missing_reference
+from ftkernels.moe.expert_cache import ExpertCache
 from ftkernels.moe.gate import (
     gate_hash, gate_hash_reference, gate_topk, gate_topk_reference,
 )  # fmt: skip
@@ -63,8 +64,8 @@ from ftkernels import library  # last: registers every op under torch.ops.ftkern
 
 __version__ = "0.1.0"
 __all__ = [
-    "ExpertBank", "KernelSpec", "UnsupportedDeviceError", "__version__", "adjust_logits",
-    "adjust_logits_reference", "append_kv", "append_kv_reference", "apply_rope",
+    "ExpertBank", "ExpertCache", "KernelSpec", "UnsupportedDeviceError", "__version__",
+    "adjust_logits", "adjust_logits_reference", "append_kv", "append_kv_reference", "apply_rope",
     "apply_rope_reference", "backend", "compile_for",
     "compress_kv", "compress_kv_reference", "compressor_state_shape", "count_missing",
     "count_missing_reference", "dequantize_fp4",

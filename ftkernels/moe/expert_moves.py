@@ -1,0 +1,181 @@
+"""Experts on their way into slots: copies in order, and who was where when a kernel read it."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ftkernels.moe.copier import Copier, Marks
+from ftkernels.moe.expert_pool import ExpertPool
+from ftkernels.moe.slot_map import SlotMap
+from ftkernels.moe.slot_table import SlotTable
+
+COUNTS = ("hits", "misses", "bytes_h2d", "prefetch_used", "prefetch_wasted", "evictions")
+PHASES = ("decode", "prefill")
+
+
+@dataclass(eq=False)
+class Flight:
+    """Copies issued together, which compute does not come after yet."""
+
+    number: int
+    event: Any
+    slots: list[int]
+    num_hints: int
+
+
+class ExpertMoves:
+    """Brings experts into the slots that the map gives, and counts.
+
+    A copy into a slot comes after the mark of its last use, and where the device's table names what
+    was in it, after the table is mended.
+    """
+
+    def __init__(
+        self, slot_map: SlotMap, pool: ExpertPool, table: SlotTable, copier: Copier[Any],
+        num_experts: int,
+    ) -> None:  # fmt: skip
+        self.map, self.pool, self.table, self._copier = slot_map, pool, table, copier
+        self._num_experts = num_experts
+        self.marks: Marks[Any] = Marks(copier)
+        # the memory of the slots may have had other readers before
+        self._last_use = [self.marks.take()] * slot_map.num_slots
+        self._last_read_of_table = 0
+        self._flights: deque[Flight] = deque()
+        self._flight_of: dict[int, Flight] = {}
+        self._num_flights = 0
+        self.hints_in_flight = 0
+        self.counts = {phase: dict.fromkeys(COUNTS, 0) for phase in PHASES}
+        self.layer_counts = [{"hits": 0, "misses": 0} for _ in pool.num_bytes]
+
+    def count(self, layer: int, phase: str, hits: int, misses: int) -> None:
+        for counts in (self.counts[phase], self.layer_counts[layer]):
+            counts["hits"] += hits
+            counts["misses"] += misses
+
+    def use(self, key: int, phase: str) -> tuple[int, Flight | None]:
+        """A step uses a resident key: its slot, and the flight it is still in."""
+        if self.map.touch(key, phase):
+            self.counts[phase]["prefetch_used"] += 1
+        slot = self.map.slot(key)
+        return slot, self._flight_of.get(slot)
+
+    def bring(
+        self, layer: int, experts: Sequence[int], phase: str, *, hint: bool = False,
+        spare: Callable[[int], bool] | None = None,
+    ) -> Flight | None:  # fmt: skip
+        """Copy experts that are not resident into slots, all by one call of the copier.
+
+        Args:
+            hint: as many as find a slot; otherwise all find one, hints in flight giving way.
+            spare: whether a resident key may go.
+
+        Returns:
+            The flight, None when nothing is copied.
+        """
+        base, moves, withdrawn = layer * self._num_experts, [], False
+        for expert in experts:
+            placed = self.map.place(base + expert, phase, hint=hint, spare=spare)
+            while placed is None and not hint:
+                if not self._flights:
+                    raise RuntimeError("ExpertCache: policy gives no victim, expected one")
+                self.order(self._flights[0])
+                placed = self.map.place(base + expert, phase)
+            if placed is None:
+                break
+            moves.append((expert, placed.slot))
+            if placed.evicted >= 0:
+                self.counts[phase]["evictions"] += 1
+                self.counts[phase]["prefetch_wasted"] += placed.wasted
+                withdrawn |= self.table.withdraw(placed.evicted)
+        if not moves:
+            return None
+        slots = [slot for _, slot in moves]
+        try:
+            after = self._after(slots, withdrawn)
+            event = self._copier.copy(*self.pool.copies(layer, moves), after)
+        except BaseException:
+            for expert, _ in moves:
+                self.map.drop(base + expert)
+            raise
+        self.counts[phase]["bytes_h2d"] += len(moves) * self.pool.num_bytes[layer]
+        self._num_flights += 1
+        flight = Flight(self._num_flights, event, slots, len(moves) if hint else 0)
+        self._flights.append(flight)
+        self._flight_of.update(dict.fromkeys(slots, flight))
+        self.hints_in_flight += flight.num_hints
+        return flight
+
+    def _after(self, slots: Sequence[int], withdrawn: bool) -> Any:
+        """What a copy into these slots has to come after."""
+        if withdrawn:
+            self.table.publish()
+            return self.marks.event(self.marks.take())
+        return self.marks.event(max(self._last_use[slot] for slot in slots))
+
+    def order(self, flight: Flight | None) -> None:
+        """Compute comes after the flight, and so after those before it."""
+        if flight is None or self._flight_of.get(flight.slots[0]) is not flight:
+            return
+        self._copier.wait(flight.event)
+        while self._flights and self._flights[0].number <= flight.number:
+            self._arrive(self._flights.popleft())
+
+    def land(self) -> None:
+        """See which flights have ended; compute issued from now on comes after them anyway."""
+        while self._flights and self._flights[0].event.done():
+            self._arrive(self._flights.popleft())
+
+    def _arrive(self, flight: Flight) -> None:
+        self.hints_in_flight -= flight.num_hints
+        for slot in flight.slots:
+            del self._flight_of[slot]
+            self.table.enter(self.map.ready(slot), slot)
+
+    def used(self, slots: Sequence[int]) -> None:
+        """Kernels that are issued by now read these slots, and those that the table names."""
+        if not slots and not self.table.is_read:
+            return
+        mark = self.marks.take()
+        for slot in slots:
+            self._last_use[slot] = mark
+        if self.table.is_read:
+            self._last_read_of_table = mark
+
+    def is_idle(self, key: int) -> bool:
+        """Whether the kernels that read the resident key are known to have run."""
+        last = self._last_use[self.map.slot(key)]
+        if self.table.is_read and self.table.is_published(key):
+            last = max(last, self._last_read_of_table)
+        return self.marks.is_passed(last)
+
+    def check(self) -> None:
+        """Flights, hints and the table agree with the map.
+
+        Raises:
+            AssertionError: they do not.
+        """
+        self.map.check()
+        in_flight = [slot for flight in self._flights for slot in flight.slots]
+        entries = self.table.entries()
+        for holds, what in (
+            (self.map.loading() == set(in_flight) == self._flight_of.keys(), "slots in flight"),
+            (len(in_flight) == len(self._flight_of), "flights"),
+            (self.hints_in_flight == sum(f.num_hints for f in self._flights), "hints in flight"),
+            (entries == {key: self.map.slot(key) for key in entries}, "entries of the table"),
+            (not self._flight_of.keys() & set(entries.values()), "entries in flight"),
+        ):
+            if not holds:
+                raise AssertionError(f"ExpertCache: {what} do not add up")
+
+    def close(self) -> None:
+        """Wait on the host until no copy reads a bank any more, and let go of the memory."""
+        if self._flights:
+            last = self._flights[-1].event
+            self.order(self._flights[-1])
+            while not last.done():
+                time.sleep(1e-4)
+        self.pool.close()
