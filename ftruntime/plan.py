@@ -156,7 +156,7 @@ def resolve(
         host_bytes={name: row.num_bytes for name, row in host.items()},
         host_why={name: row.why for name, row in host.items()},
         notes=_notes(config, sizer, chunk),
-        warnings=_warnings(config, shape, num_tokens, context, chunk.chunk_tokens),
+        warnings=_warnings(sizer, num_tokens, context, chunk.chunk_tokens),
     )
 
 
@@ -196,18 +196,18 @@ def _notes(config: RuntimeConfig, sizer: Sizer, chunk: ChunkBudget) -> tuple[str
     return tuple(notes)
 
 
-def _warnings(
-    config: RuntimeConfig, shape: ModelConfig, num_tokens: int, context: int, chunk_tokens: int
-) -> tuple[str, ...]:
+def _warnings(sizer: Sizer, num_tokens: int, context: int, chunk_tokens: int) -> tuple[str, ...]:
     """A context of half the model's or less that nobody asked for; an interleave that cannot act
     within one prompt."""
-    warnings = []
-    model = shape.max_position_embeddings
+    config, warnings = sizer.config, []
+    model = sizer.shape.max_position_embeddings
     if config.max_model_len is None and 2 * context <= model:
+        more = f"--num-tokens (now {num_tokens}) or --memory-ratio (now {config.memory_ratio:g})"
+        if sizer.explicit_tokens() is None and num_tokens == sizer.least_tokens():
+            more = f"--kv-reserve-tokens (now {config.kv_reserve_tokens}) or --num-tokens"
         warnings.append(
             f"served context is far below the model's max_model_len={context} model={model}: "
-            f"longer prompts are refused; raise --num-tokens (now {num_tokens}) or --memory-ratio "
-            f"(now {config.memory_ratio:g})"
+            f"longer prompts are refused; raise {more}"
         )
     every = config.decode_interleave_every
     if every is not None:

@@ -4,6 +4,7 @@ that names the flag that helps.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NoReturn
@@ -89,26 +90,31 @@ def check_fits(sizer: Sizer) -> None:
 
 @dataclass(frozen=True)
 class _Lever:
-    """A setting that can give way: values by number, growing from 1 to ``most``."""
+    """A setting that can give way: below ``base``, which acts now, values by number from 1 on."""
 
     name: str
+    base: float
     most: int
     value: Callable[[int], int | float]
 
 
 def _refuse_size(sizer: Sizer) -> NoReturn:
-    """Name the first setting that alone makes the plan fit, or say what is missing."""
+    """Name a setting that alone makes the plan fit, or say what is missing."""
     config = sizer.config
     room = f"{_gib(sizer.budget)} are free under --memory-ratio {config.memory_ratio:g}"
-    if sizer.offload and sizer.facts.kind == "cpu" and not sizer.sized:
-        fused = sizer.changed("moe_backend", "fused")
-        if config.moe_backend == "offload" and _fits(fused):
-            refuse("moe_backend", "offload", f"fused, without a second copy of experts: {room}")
+    # held once, experts need less than as a bank and slots of the same memory
+    twice = sizer.facts.kind == "cpu" and config.moe_backend == "offload" and not sizer.sized
+    if twice and _fits(sizer.changed("moe_backend", "fused")):
+        refuse("moe_backend", "offload", f"fused, which holds experts once: {room}")
+    found = []
     for lever in _levers(sizer):
-        found = _largest_fitting(sizer, lever)
-        if found is not None:
-            expected = f"at most what fits: {room} (nearest: {found})"
-            refuse(lever.name, getattr(config, lever.name), expected)
+        value = _largest_fitting(sizer, lever)
+        if value is not None:
+            found.append((lever.name in config.explicit, value / lever.base, lever.name, value))
+    if found:
+        # of what was asked for, else of the defaults, the one that has to give least
+        _, _, name, value = max(found)
+        refuse(name, getattr(config, name), f"at most what fits: {room} (nearest: {value})")
     slots = sizer.expert_slots()
     rows = sizer.rows(sizer.num_tokens(slots), slots)
     need = sum(row.num_bytes for row in rows.values())
@@ -119,31 +125,31 @@ def _refuse_size(sizer: Sizer) -> NoReturn:
 
 
 def _levers(sizer: Sizer) -> Iterator[_Lever]:
-    """What was asked for first, then defaults; least harm first."""
-    config, least = sizer.config, min_expert_slots(sizer.shape)
-    page = PAGE_TOKENS
+    config, page = sizer.config, PAGE_TOKENS
+    every, least = sizer.weights.num_experts, min_expert_slots(sizer.shape)
+    tokens = sizer.num_tokens(sizer.expert_slots())
+    pages, chunk = tokens // page, sizer.chunk(tokens).chunk_tokens
     # a capacity below the context that was asked for is refused itself
-    skipped = -(-(config.max_model_len or 0) // page)
+    low = max(0, -(-(config.max_model_len or 0) // page) - 1)
     if config.num_tokens is not None:
-        most = config.num_tokens // page - 1
-        low = max(0, skipped - 1)
-        yield _Lever("num_tokens", most - low, lambda n: (low + n) * page)
-    if config.num_pages is not None:
-        low = max(0, skipped - 1)
-        yield _Lever("num_pages", config.num_pages - 1 - low, lambda n: low + n)
-    if config.moe_cache_size is not None:
-        yield _Lever("moe_cache_size", config.moe_cache_size - least, lambda n: least + n - 1)
-    if config.moe_cache_rate is not None:
-        yield _Lever("moe_cache_rate", int(config.moe_cache_rate * 1000), lambda n: (n - 1) / 1000)
-    if sizer.offload and sizer.explicit_tokens() is None and not sizer.sized:
-        tokens = min(config.kv_reserve_tokens, sizer.least_tokens())
-        yield _Lever("kv_reserve_tokens", tokens // page, lambda n: (n - 1) * page)
-    chunk = sizer.chunk(sizer.num_tokens(sizer.expert_slots())).chunk_tokens
-    yield _Lever("max_prefill_length", chunk // page - 1, lambda n: n * page)
-    yield _Lever(
-        "swa_full_tokens_ratio", int(config.swa_full_tokens_ratio * 1000 - 1e-9), lambda n: n / 1000
-    )
-    yield _Lever("max_running_requests", config.max_running_requests - 1, lambda n: n)
+        yield _Lever("num_tokens", tokens, pages - 1 - low, lambda n: (low + n) * page)
+    elif config.num_pages is not None:
+        yield _Lever("num_pages", pages, pages - 1 - low, lambda n: low + n)
+    elif sizer.offload and not sizer.sized:
+        yield _Lever("kv_reserve_tokens", tokens, pages - 1, lambda n: n * page)
+    size, rate = config.moe_cache_size, config.moe_cache_rate
+    if size is not None:
+        yield _Lever("moe_cache_size", size, size - least, lambda n: least + n - 1)
+    if rate is not None:
+        yield _Lever("moe_cache_rate", max(rate, least / every), int(rate * 1000), _thousandths)
+    ratio, running = config.swa_full_tokens_ratio, config.max_running_requests
+    yield _Lever("max_prefill_length", chunk, chunk // page - 1, lambda n: n * page)
+    yield _Lever("swa_full_tokens_ratio", ratio, math.ceil(ratio * 1000) - 1, _thousandths)
+    yield _Lever("max_running_requests", running, running - 1, lambda n: n)
+
+
+def _thousandths(number: int) -> float:
+    return number / 1000
 
 
 def _largest_fitting(sizer: Sizer, lever: _Lever) -> int | float | None:

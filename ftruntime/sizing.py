@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _CPU_AUTO_TOKENS: Final = 65536
 # interpreter, libraries and the buffers of a loader
 _LOADING_BYTES: Final = 256 << 20
-_UNITS: Final = (("GB", 10**9), ("MB", 10**6), ("kB", 10**3))
+_UNITS: Final = (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3))
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,14 @@ dropped.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import re
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from ftruntime import memory
 from ftruntime.config import DeviceFacts, Plan, RuntimeConfig, resolve
 from ftruntime.model.config import ModelConfig, builtin
 from ftruntime.plan import NotEnoughMemoryError, min_expert_slots
@@ -33,6 +38,13 @@ REPORT = {
     "num_tokens": 327680, "swa_full_tokens_ratio": 0.12, "memory_ratio": 0.9,
     "max_running_requests": 50, "max_prefill_length": 4096,
 }  # fmt: skip
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _weights_counted_once():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(memory, "weight_bytes", functools.cache(memory.weight_bytes))
+        yield
 
 
 def plan_of(
@@ -212,14 +224,16 @@ def test_all_experts_stay_when_everything_fits():
     assert plan.num_tokens == 4 * 1048576
 
 
-def test_slots_by_count_and_by_share():
+def test_o03_slots_by_count_and_by_share_are_at_least_what_one_token_needs():
     flags = {key: value for key, value in REPORT.items() if key != "moe_cache_auto"}
-    assert plan_of(FLASH, EIGHT_CARDS, strict=False, **flags, moe_cache_size=77).expert_slots == 77
-    half = plan_of(FLASH, EIGHT_CARDS, strict=False, **flags, moe_cache_rate=0.5)
+    assert plan_of(FLASH, EIGHT_CARDS, **flags, moe_cache_size=77).expert_slots == 77
+    half = plan_of(FLASH, EIGHT_CARDS, **flags, moe_cache_rate=0.5)
     assert half.expert_slots == 43 * 128
-    least = plan_of(FLASH, EIGHT_CARDS, strict=False, **flags, moe_cache_rate=0.0)
-    assert least.expert_slots == 6
+    least = plan_of(FLASH, EIGHT_CARDS, **flags, moe_cache_rate=0.0)
+    assert least.expert_slots == least.min_expert_slots == 6
     assert any("expert slots raised to the least moe_cache_rate=0" in n for n in least.notes)
+    with pytest.raises(ValueError, match=r"--moe-cache-size is 5, expected 6 to 11008"):
+        plan_of(FLASH, EIGHT_CARDS, **flags, moe_cache_size=5)
 
 
 def test_a_bank_on_the_host_beside_cards():
@@ -245,6 +259,166 @@ def test_bank_and_slots_share_the_memory_of_a_cpu():
     assert plan_of(moe_cache_rate=0.3).expert_slots == 19
     assert plan_of(moe_cache_auto=True).moe_backend == "offload"
     assert plan_of(moe_backend="offload").expert_slots == 64
+    # memory for experts once, but not for a bank and slots
+    once = plan_of(num_tokens=1024).total_bytes - plan_of(num_tokens=1024).bytes["headroom"]
+    tight = dataclasses.replace(CPU, memory_bytes=int(once / 0.9) + 4096)
+    assert plan_of(facts=tight, num_tokens=1024).moe_backend == "fused"
+    with pytest.raises(ValueError, match="--moe-backend is offload, expected fused, which holds"):
+        plan_of(facts=tight, num_tokens=1024, moe_backend="offload")
+
+
+def test_a_bank_the_host_cannot_hold_names_fused_if_that_fits():
+    cards = DeviceFacts(kind="cuda", cards=8, memory_bytes=40 * GIB, host_bytes=100 * GIB)
+    assert plan_of(FLASH, cards, tp=8).moe_backend == "fused"
+    with pytest.raises(ValueError, match="--moe-backend is offload, expected fused: the expert ba"):
+        plan_of(FLASH, cards, tp=8, moe_backend="offload")
+    shown = plan_of(FLASH, cards, strict=False, tp=8, moe_backend="offload")
+    assert sum(shown.host_bytes.values()) > 100 * GIB
+
+
+def test_a_chunk_in_groups_has_room_for_its_routes():
+    def staging(slots: int) -> int:
+        flags = {"num_tokens": 327680, "max_running_requests": 50, "swa_full_tokens_ratio": 0.12}
+        return plan_of(FLASH, EIGHT_CARDS, tp=8, moe_cache_size=slots, **flags).bytes[
+            "expert_staging"
+        ]
+
+    table = 43 * 256 * 4
+    assert (staging(255), staging(256)) == (table + 3456 * 6 * 4096 * 2, table)
+
+
+def test_why_has_the_numbers_that_make_the_bytes():
+    plan = plan_of(FLASH, EIGHT_CARDS, **REPORT)
+    slots, share = plan.expert_slots, f"{plan.expert_slots / 11008:.1%}"
+    assert plan.why["experts"] == f"{slots} slots x 1.67 MB ({share} of 11008)"
+    assert plan.why["kv_rows"].startswith("327680 tokens and a padding page: 41 layers, 6880 B")
+    assert plan.why["kv_window"].startswith("308 pages x 5.64 MB")
+    assert plan.why["activations"].startswith("largest chunk 3456 tokens")
+    assert plan.why["graphs"] == "decode of 1, 2, 4, 8, 16, 32, 50 rows, an estimate"
+    assert plan.why["headroom"] == "left of 23.2 GB, 0.9 of what is free"
+    assert plan.host_why["expert_bank"] == "11008 experts x 13.4 MB, pinned"
+    assert "all resident" in plan_of().why["experts"]
+    short = plan_of(FLASH, strict=False, num_tokens=1024)
+    assert short.why["headroom"].startswith("1.13 TB more than 7.73 GB")
+
+
+@pytest.mark.parametrize(
+    ("cap", "sizes"),
+    [(None, "1, 2, 4, 6"), (0, ""), (1, "1"), (2, "1, 2"), (3, "1, 2, 3"), (4, "1, 2, 4"),
+     (99, "1, 2, 4, 6")],
+)  # fmt: skip
+def test_captured_sizes_are_powers_of_two_and_the_cap(cap, sizes):
+    cards = dataclasses.replace(EIGHT_CARDS, memory_bytes=GIB)
+    plan = plan_of(facts=cards, max_running_requests=6, cuda_graph_max_bs=cap)
+    expected = f"decode of {sizes} rows, an estimate" if sizes else "none are captured"
+    assert plan.why["graphs"] == expected
+    assert (plan.bytes["graphs"] > 0) == bool(sizes)
+    assert plan_of(max_running_requests=6, cuda_graph_max_bs=cap).bytes["graphs"] == 0
+
+
+GIVES_WAY = [
+    ("num_tokens", 24, {"num_tokens": 1 << 20}),
+    ("num_pages", 24, {"num_pages": 1 << 13}),
+    ("kv_reserve_tokens", 24, {"kv_reserve_tokens": 1 << 22}),
+    ("moe_cache_size", 24, {"moe_cache_size": 1100}),
+    ("moe_cache_rate", 24, {"moe_cache_rate": 0.3}),
+    ("max_running_requests", 14, {"max_running_requests": 500}),
+    # a context that needs every token leaves the chunk, then the windows, to give way
+    ("max_prefill_length", 15,
+     {"num_tokens": 131072, "max_model_len": 131072, "max_prefill_length": 12160}),
+    ("swa_full_tokens_ratio", 15,
+     {"num_tokens": 65536, "max_model_len": 65536, "swa_full_tokens_ratio": 1.0}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "gib", "flags"), GIVES_WAY, ids=[row[0] for row in GIVES_WAY])
+def test_a_plan_that_cannot_run_its_chunk_names_what_can_give_way(name, gib, flags):
+    card = DeviceFacts(kind="cuda", cards=1, memory_bytes=gib * GIB)
+    with pytest.raises(ValueError) as refusal:
+        plan_of(FLASH, card, **flags)
+    sentence = str(refusal.value)
+    flag, value = f"--{name.replace('_', '-')}", flags[name]
+    assert sentence.startswith(f"{flag} is {value}, expected at most what fits: ")
+    near = sentence.split("(nearest: ")[1].rstrip(")")
+    nearest = float(near) if "." in near else int(near)
+    assert 0 < nearest < value
+    assert plan_of(FLASH, card, **{**flags, name: nearest}).fits
+    above = {"num_tokens": 128, "num_pages": 1, "kv_reserve_tokens": 128, "max_prefill_length": 128}
+    step = above.get(name, 1 if isinstance(nearest, int) else 0.001)
+    assert not plan_of(FLASH, card, strict=False, **{**flags, name: nearest + step}).fits
+
+
+def test_a_reserve_that_nothing_could_use_is_lowered_with_a_note():
+    card = dataclasses.replace(EIGHT_CARDS, memory_bytes=200 << 20)
+    flags = {"moe_backend": "offload", "max_running_requests": 2, "max_model_len": 1000}
+    plan = plan_of(facts=card, moe_cache_auto=True, kv_reserve_tokens=9999, **flags)
+    assert plan.num_tokens == 2048
+    assert "kv reserve lowered to what can be used kv_reserve_tokens=9999 used=2048" in plan.notes
+    assert not any("kv reserve" in note for note in plan_of(num_tokens=1024, **flags).notes)
+
+
+def test_a_short_context_behind_expert_slots_names_the_reserve():
+    (warning,) = plan_of(FLASH, dataclasses.replace(EIGHT_CARDS, cards=1)).warnings
+    assert "max_model_len=8192" in warning
+    assert warning.endswith("raise --kv-reserve-tokens (now 8192) or --num-tokens")
+
+
+_SLOTS = st.one_of(
+    st.just({}),
+    st.just({"moe_backend": "fused"}),
+    st.just({"moe_backend": "offload"}),
+    st.just({"moe_cache_auto": True}),
+    st.builds(lambda n: {"moe_cache_size": n}, st.integers(4, 64)),
+    st.builds(lambda share: {"moe_cache_rate": share}, st.floats(0, 1)),
+)
+_TOKENS = st.one_of(
+    st.just({}),
+    st.builds(lambda n: {"num_pages": n}, st.integers(1, 1 << 12)),
+    st.builds(lambda n: {"num_tokens": 128 * n}, st.integers(1, 1 << 12)),
+    st.builds(lambda n: {"kv_reserve_tokens": n}, st.integers(0, 1 << 20)),
+)
+_OTHERS = st.fixed_dictionaries({
+    "tp": st.sampled_from([1, 2, 8]), "memory_ratio": st.floats(0.01, 0.99),
+    "swa_full_tokens_ratio": st.floats(0.001, 1), "max_running_requests": st.integers(1, 300),
+    "max_prefill_length": st.integers(128, 1 << 16), "cuda_graph_max_bs": st.integers(0, 300),
+    "cache_type": st.sampled_from(["radix", "naive"]),
+    "numerics": st.sampled_from(["official", "exact"]),
+})  # fmt: skip
+_MEMORY = st.builds(lambda octave, part: int((1 + part) * 2**octave), st.integers(20, 34),
+                    st.floats(0, 1))  # fmt: skip
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    kind=st.sampled_from(["cpu", "cuda"]), memory=_MEMORY, more=_MEMORY, slots=_SLOTS,
+    tokens=_TOKENS, others=_OTHERS,
+)  # fmt: skip
+def test_any_settings(kind, memory, more, slots, tokens, others):
+    flags = {**others, **slots, **tokens}
+    facts = DeviceFacts(kind=kind, cards=8, memory_bytes=memory)
+    plan = plan_of(facts=facts, strict=False, **flags)
+    assert sum(plan.bytes.values()) == plan.total_bytes >= plan.budget_bytes
+    assert plan.fits == (plan.total_bytes == plan.budget_bytes)
+    assert plan.min_expert_slots <= plan.expert_slots <= plan.num_experts == 64
+    assert plan.moe_backend == "offload" or plan.expert_slots == plan.num_experts
+    assert plan.num_tokens == 128 * plan.num_pages > 0
+    assert set(plan.why) == set(plan.bytes)
+
+    larger = dataclasses.replace(facts, memory_bytes=memory + more)
+    roomy = plan_of(facts=larger, strict=False, **flags)
+    assert roomy.expert_slots >= plan.expert_slots
+    assert roomy.num_tokens >= plan.num_tokens
+
+    if plan.fits:
+        assert plan_of(facts=facts, **flags) == plan
+        return
+    with pytest.raises(ValueError) as refusal:
+        plan_of(facts=facts, **flags)
+    named = re.match(r"--(\S+) is .*\(nearest: (.+)\)$", str(refusal.value))
+    if named is None:
+        return
+    name, near = named[1].replace("-", "_"), named[2]
+    assert plan_of(facts=facts, **{**flags, name: float(near) if "." in near else int(near)}).fits
 
 
 def test_a_plan_that_does_not_fit_is_shown_when_not_strict():
