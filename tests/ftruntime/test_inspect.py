@@ -59,6 +59,34 @@ def test_the_command_line_of_the_report():
     assert plan["fits"] is True
 
 
+def test_the_report_has_reasons_and_modelled_steps():
+    plan = values("flash", *REPORT, "--cards", "8")
+    assert set(plan["why"]) == set(plan["bytes"])
+    assert plan["why"]["experts"].startswith(f"{plan['expert_slots']} slots x 1.67 MB")
+    assert plan["moe_backend"] == "offload"
+    assert plan["host_bytes"]["expert_bank"] == 43 * 256 * 13369344
+    assert "NVIDIA GeForce RTX 4090" in plan["modelled"]["card"]
+    assert set(plan["modelled"]["steps"]) == {"decode", "decode_full", "prefill"}
+    assert 0 < plan["modelled"]["steps"]["decode"]["overlapped_ms"] < 1000
+
+
+def test_nothing_is_modelled_for_a_cpu():
+    assert values("flash", "--device", "cpu")["modelled"] is None
+    assert "modelled ms a step" not in inspect("flash", "--device", "cpu").stdout
+
+
+def test_a_plan_that_does_not_fit_says_so_and_what_would_help():
+    words = ("flash", "--cards", "1", "--num-tokens", "1048576")
+    plan = values(*words)
+    assert (plan["fits"], plan["bytes"]["headroom"], plan["modelled"]) == (False, 0, None)
+    assert sum(plan["bytes"].values()) == plan["total_bytes"] > plan["budget_bytes"]
+    result = inspect(*words)
+    assert " more than 23.2 GB, 0.9 of what is free" in result.stdout
+    assert "plan does not fit needed_bytes=" in result.stderr
+    sentence = "serve refuses to start with these flags: --num-tokens is 1048576, expected at most"
+    assert sentence in result.stderr
+
+
 def test_cards_set_the_ranks_unless_told():
     assert values("flash", "--cards", "8")["ranks"] == 8
     assert values("flash", "--cards", "8", "--tp", "4")["ranks"] == 4
@@ -81,6 +109,10 @@ def test_the_table_holds_the_same_numbers_and_logs_stay_on_stderr():
     assert rows["chunk_tokens"].strip() == "3456"
     assert rows["limiting"].strip() == "window_pages"
     assert rows["carry"].split()[1].isdigit()
+    assert rows["kv_window"].split(maxsplit=2)[2].startswith("308 pages x 5.64 MB: 43 layers")
+    assert rows["loading"].split(maxsplit=2)[2].startswith("5 % of the bank and 268 MB")
+    assert rows["prefill"].split()[0] == "3456"
+    assert "modelled, nothing was timed: 8 x NVIDIA GeForce RTX 4090" in result.stdout
     assert "prefill chunk clamped" not in result.stdout
     assert "prefill chunk clamped chunk_tokens=3456" in result.stderr
     assert "served context is far below the model's max_model_len=327680" in result.stderr
@@ -107,6 +139,8 @@ WRONG = [
     (["/nowhere"], 2, "--model is /nowhere, expected a checkpoint directory"),
     (["flash", "--model", "pro"], 2,
      "--model is pro, expected only one model, flash was given too"),
+    (["flash", "--moe-backend", "fused", "--moe-cache-rate", "0.5"], 2,
+     "--moe-cache-rate is 0.5, expected it unset with --moe-backend fused"),
     (["flash", "--moe-cache-size", "5"], 2, "--moe-cache-size is 5, expected 6 to 11008"),
     (["flash", "--max-model-len", "2000000"], 2,
      "--max-model-len is 2000000, expected at most the model's 1048576"),

@@ -90,3 +90,17 @@ def test_activations_grow_with_the_chunk_and_shrink_with_ranks():
     assert size(2048) - size(1024) >= 1024 * (streams + queries)
     assert size(2048, ranks=8) < size(2048)
     assert size(2048, numerics="exact") > 1.5 * size(2048)
+
+
+def test_graphs_share_the_tensors_of_the_largest():
+    def size(*sizes: int, context: int = 1024) -> int:
+        return memory.graph_bytes(
+            FLASH, sizes=sizes, max_model_len=context, numerics="official", ranks=1
+        )
+
+    nodes = 43 * 20 * 8192
+    assert size() == 0
+    assert size(1, 2, 4) == size(4) + 2 * nodes
+    assert size(4) > nodes + 4 * (2 * 129280 * 4 + 2 * 4 * 4096 * 2)
+    # two block tables of four bytes a page
+    assert size(4, context=1024 + 1280) == size(4) + 4 * 2 * 10 * 4
