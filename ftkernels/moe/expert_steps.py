@@ -118,7 +118,8 @@ class Step:
         )
         some = rest[: min(size, room)]
         del rest[: len(some)]
-        return self._take(layer, [], some)
+        # a hint may have brought one of them since
+        return self._take(layer, *self._split(layer, some))
 
     def _hold(self, group: Group, expert: int, slot: int) -> None:
         self._map.hold(slot)
