@@ -74,7 +74,7 @@ class Weights:
     tensors: dict[str, torch.Tensor]
     linears: dict[str, LinearWeight]
     experts: list[ExpertBank]
-    host_memory: HostMemory
+    host_memory: HostMemory = field(default_factory=lambda: HostMemory(pinned=False))
 
     def release(self) -> None:
         """Give page-locked memory back to the system; the banks are ordinary memory then."""
