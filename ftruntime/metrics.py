@@ -61,6 +61,9 @@ _STATS = (
             ("hits", "Routed experts found on the device."),
             ("misses", "Routed experts that had to be copied."),
             ("bytes_h2d", "Bytes of experts copied to the device."),
+            ("prefetch_used", "Experts copied ahead that a step then used."),
+            ("prefetch_wasted", "Experts copied ahead that left unused."),
+            ("evictions", "Experts that gave up their slot."),
         )
         for phase in ("decode", "prefill")
     ),

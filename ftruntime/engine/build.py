@@ -14,6 +14,7 @@ from ftruntime.checkpoint.loader import load_weights
 from ftruntime.config import RuntimeConfig
 from ftruntime.demo_cache import ensure_demo
 from ftruntime.engine.executor import DeviceExecutor
+from ftruntime.engine.expert_store import ExpertStore
 from ftruntime.engine.loop import EngineLoop, MonotonicClock
 from ftruntime.engine.runner import BatchBuilder
 from ftruntime.facts import probe
@@ -49,8 +50,8 @@ def build_engine(config: RuntimeConfig, progress: Progress) -> EngineLoop:
     if plan.kind == "cpu":
         torch.set_num_threads(1)
     numerics = Numerics.of(config.numerics)
-    model = load_model(directory, shape, numerics, plan, progress)
-    executor = make_executor(model, plan, kv_format=config.kv_format)
+    model, experts = load_model(directory, shape, numerics, plan, progress, config)
+    executor = make_executor(model, plan, kv_format=config.kv_format, experts=experts)
     progress("warm up", 0.0)
     _warm_up(executor, plan)
     progress("warm up", 1.0)
@@ -63,25 +64,42 @@ def build_engine(config: RuntimeConfig, progress: Progress) -> EngineLoop:
     return EngineLoop(
         Scheduler(plan.scheduler_limits(config, shape)), executor, MonotonicClock(),
         info=_info(plan, shape, directory), decode_log_interval=config.decode_log_interval,
-        extra_stats=lambda: {"experts": _expert_stats(plan)},
+        extra_stats=lambda: {"experts": experts.stats()},
     )  # fmt: skip
 
 
 def load_model(
-    directory: Path, shape: ModelConfig, numerics: Numerics, plan: Plan, progress: Progress
-) -> Transformer:
+    directory: Path, shape: ModelConfig, numerics: Numerics, plan: Plan, progress: Progress,
+    config: RuntimeConfig,
+) -> tuple[Transformer, ExpertStore]:  # fmt: skip
     """The weights in the form this process computes with: codes where kernels run (on a card, or
     interpreted), dequantized where references do and under exact numerics."""
     kernels = plan.kind == "cuda" or ftkernels.backend.interpreted()
-    dequantize = None if kernels and numerics.round_trips else torch.float32
+    codes, offload = kernels and numerics.round_trips, plan.moe_backend == "offload"
+    # slots on the CPU stand beside the banks
+    slot_bytes = plan.bytes["experts"] if plan.kind == "cpu" and offload else 0
     weights = load_weights(
-        directory, shape, dequantize=dequantize, device=plan.kind,
-        progress=lambda name, share: progress("load weights", share),
+        directory, shape, dequantize=None if codes else torch.float32, device=plan.kind,
+        progress=lambda done, share: progress(f"load weights: {done}", share), pack=codes,
+        expert_load=config.expert_load, expert_prefetch=config.expert_prefetch,
+        extra_bytes=slot_bytes,
     )  # fmt: skip
-    return Transformer(shape, weights, numerics, max_positions=plan.max_model_len)
+    cache = None
+    if offload:
+        cache = ftkernels.ExpertCache(
+            shape.num_hidden_layers, shape.n_routed_experts, plan.expert_slots, weights.experts,
+            device=plan.kind,
+        )  # fmt: skip
+    model = Transformer(
+        shape, weights, numerics, max_positions=plan.max_model_len, cache=cache,
+        prefetch_layers=config.moe_prefetch_layers,
+    )  # fmt: skip
+    return model, ExpertStore(plan, cache, release=weights.release)
 
 
-def make_executor(model: Transformer, plan: Plan, *, kv_format: str = "bf16") -> DeviceExecutor:
+def make_executor(
+    model: Transformer, plan: Plan, *, kv_format: str = "bf16", experts: ExpertStore | None = None
+) -> DeviceExecutor:
     """Pools, tables and executor of the sizes the plan names; page 0 of each pool is padding."""
     storage = KVStorage(
         model.config, num_pages=plan.num_pages + 1, window_pages=plan.window_pages,
@@ -92,7 +110,7 @@ def make_executor(model: Transformer, plan: Plan, *, kv_format: str = "bf16") ->
         num_rows=plan.max_running + 1, max_pages=-(-plan.max_model_len // PAGE_TOKENS),
         device=model.device, scratch=_scratch(model, plan),
     )  # fmt: skip
-    return DeviceExecutor(model, storage, builder)
+    return DeviceExecutor(model, storage, builder, experts)
 
 
 def _scratch(model: Transformer, plan: Plan) -> torch.Tensor | None:
@@ -129,16 +147,4 @@ def _info(plan: Plan, shape: ModelConfig, directory: Path) -> dict[str, object]:
         "window_pages": plan.window_pages,
         "reserved_window_pages": plan.reserved_window_pages,
         "limiting": plan.limiting,
-    }
-
-
-def _expert_stats(plan: Plan) -> dict[str, object]:
-    """All experts are resident, so nothing is ever looked up or copied."""
-    none = {"hits": 0, "misses": 0, "bytes_h2d": 0}
-    return {
-        "num_slots": plan.expert_slots,
-        "num_experts": plan.num_experts,
-        "min_slots": plan.min_expert_slots,
-        "decode": dict(none),
-        "prefill": dict(none),
     }

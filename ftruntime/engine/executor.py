@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from ftruntime.engine import sampler
+from ftruntime.engine.expert_store import ExpertStore
 from ftruntime.engine.runner import BatchBuilder
 from ftruntime.kvcache.storage import KVStorage
 from ftruntime.model.batch import ForwardBatch
@@ -25,12 +26,21 @@ class _Kept:
 
 
 class DeviceExecutor:
-    """Runs one plan at a time; keeps a chunk's streams between its layer slices."""
+    """Runs one plan at a time; keeps a chunk's streams between its layer slices.
 
-    def __init__(self, model: Transformer, storage: KVStorage, builder: BatchBuilder) -> None:
+    Args:
+        model, storage, builder: what a step runs, reads and is laid out by.
+        experts: closed with the executor.
+    """
+
+    def __init__(
+        self, model: Transformer, storage: KVStorage, builder: BatchBuilder,
+        experts: ExpertStore | None = None,
+    ) -> None:  # fmt: skip
         self._model = model
         self._storage = storage
         self._builder = builder
+        self._experts = experts
         self._kept: dict[tuple[int, ...], _Kept] = {}
 
     @property
@@ -54,6 +64,20 @@ class DeviceExecutor:
             self._kept[rows] = _Kept(batch, streams)
             return StepResult(plan.index, ())
         return StepResult(plan.index, self._results(plan, batch, streams))
+
+    def check(self) -> None:
+        """Between steps nothing is in use: every slot is accounted for.
+
+        Raises:
+            RuntimeError: an invariant of the expert cache is broken.
+        """
+        if self._experts is not None:
+            self._experts.check()
+
+    def close(self) -> None:
+        """Give the expert slots and the pinned bytes of their banks back."""
+        if self._experts is not None:
+            self._experts.close()
 
     def _drop(self, rows: tuple[int, ...]) -> None:
         gone = set(rows)

@@ -48,6 +48,11 @@ class _Closable(Protocol):
     def close(self) -> None: ...
 
 
+@runtime_checkable
+class _Checkable(Protocol):
+    def check(self) -> None: ...
+
+
 class EngineLoop:
     """Scheduler and executor, driven one step at a time.
 
@@ -181,6 +186,8 @@ class EngineLoop:
             self._log.close_burst(self.clock.now())
             try:
                 self._scheduler.check()
+                if isinstance(self._executor, _Checkable):
+                    self._executor.check()
             # any broken invariant must be reported, none may end the engine
             except Exception as error:
                 self._integrity = f"{type(error).__name__}: {error}"

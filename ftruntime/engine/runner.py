@@ -45,7 +45,8 @@ class BatchBuilder:
         rows = [seq.row for seq in plan.seqs]
         used = -(-max(lens) // PAGE_TOKENS)
         # one transfer for what counts tokens, one for what counts sequences
-        by_token = torch.tensor((token_ids, positions, slots), dtype=torch.int64).to(self._device)
+        host_by_token = torch.tensor((token_ids, positions, slots), dtype=torch.int64)
+        by_token = host_by_token.to(self._device)
         numbers = torch.tensor((*bounds, *lens, *rows), dtype=torch.int32).to(self._device)
         count = len(rows)
         return ForwardBatch(
@@ -58,6 +59,7 @@ class BatchBuilder:
             block_table=_rows_of(self._rows, rows, used).to(self._device),
             state_index=numbers[2 * count + 1 :],
             is_decode=plan.kind == "decode",
+            host_token_ids=host_by_token[0],
             scratch=self._scratch,
         )
 

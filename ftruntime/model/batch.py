@@ -19,6 +19,7 @@ class ForwardBatch:
         window_block_table, block_table: ``[S, max_pages]`` int32 by logical page, -1 for none.
         state_index: ``[S]`` int32, carry row of each sequence.
         is_decode: one new token a sequence, attention by ``mla_decode``.
+        host_token_ids: ``token_ids`` on the host.
         scratch: as ``scratch.scratch_bytes`` says, zero at first; None where references run.
     """
 
@@ -31,6 +32,7 @@ class ForwardBatch:
     block_table: torch.Tensor
     state_index: torch.Tensor
     is_decode: bool
+    host_token_ids: torch.Tensor
     scratch: torch.Tensor | None = None
 
     @property
@@ -38,3 +40,7 @@ class ForwardBatch:
         """How products take their rows: by phase, so that a decode row has the same bits in any
         batch."""
         return "gemv" if self.is_decode else "gemm"
+
+    @property
+    def phase(self) -> str:
+        return "decode" if self.is_decode else "prefill"

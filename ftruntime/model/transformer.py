@@ -13,9 +13,12 @@ from ftruntime.model.attention import Attention
 from ftruntime.model.batch import ForwardBatch
 from ftruntime.model.compressor import Tables
 from ftruntime.model.config import ModelConfig
+from ftruntime.model.experts import CachedExperts, Experts, ResidentExperts, resident
+from ftruntime.model.lookahead import Lookahead
 from ftruntime.model.mhc import Head, HyperConnection
 from ftruntime.model.moe import MoE
 from ftruntime.model.numerics import Numerics
+from ftruntime.model.router import Router
 
 
 @dataclass(frozen=True)
@@ -32,11 +35,14 @@ class Transformer:
     Args:
         config, weights, numerics: what was loaded, and how it is rounded.
         max_positions: rows of the rope tables, the longest sequence that is served.
+        cache: over the banks of ``weights``; without one all experts go to the device.
+        prefetch_layers: layers ahead whose experts the cache is told of.
     """
 
     def __init__(
-        self, config: ModelConfig, weights: Weights, numerics: Numerics, *, max_positions: int
-    ) -> None:
+        self, config: ModelConfig, weights: Weights, numerics: Numerics, *, max_positions: int,
+        cache: ftkernels.ExpertCache | None = None, prefetch_layers: int = 0,
+    ) -> None:  # fmt: skip
         self.config = config
         self.numerics = numerics
         self.device = weights.tensors["embed.weight"].device
@@ -46,16 +52,30 @@ class Transformer:
         quantize = numerics.round_trips and all(
             linear.scale is not None for linear in weights.linears.values()
         )
+        routers = [Router.of(weights, layer, config) for layer in range(config.num_hidden_layers)]
+        self._lookahead = None if cache is None else Lookahead(cache, routers, prefetch_layers)
         self._layers = [
             Layer(
                 HyperConnection.of(weights, layer, "attn", quantize, config),
                 Attention.of(weights, layer, config, numerics),
                 HyperConnection.of(weights, layer, "ffn", quantize, config),
-                MoE.of(weights, layer, config, numerics),
+                MoE.of(
+                    weights, layer, router, self._experts(weights, layer, cache), config, numerics
+                ),
             )
-            for layer in range(config.num_hidden_layers)
+            for layer, router in enumerate(routers)
         ]
         self._tables = _rope_tables(config, max_positions, self.device)
+
+    def _experts(
+        self, weights: Weights, layer: int, cache: ftkernels.ExpertCache | None
+    ) -> Experts:
+        bank, config, numerics = weights.experts[layer], self.config, self.numerics
+        if cache is None or self._lookahead is None:
+            return ResidentExperts(resident(bank, self.device), config, numerics)
+        return CachedExperts(
+            cache, self._lookahead, layer, packed=bank.packed, config=config, numerics=numerics
+        )
 
     def embed(self, batch: ForwardBatch) -> torch.Tensor:
         """Token ids to identical streams ``[T, hc, C]``."""
@@ -69,6 +89,8 @@ class Transformer:
         first, end = layers
         if first == end:
             return streams
+        if first == 0 and self._lookahead is not None:
+            self._lookahead.begin(batch)
         x, mixes = self._layers[first].attn_hc.before(streams, batch)
         for number in range(first, end):
             layer, kv = self._layers[number], storage.layers[number]

@@ -26,10 +26,12 @@ from ftruntime.kvcache.storage import KVStorage
 from ftruntime.model.attention import Attention
 from ftruntime.model.batch import ForwardBatch
 from ftruntime.model.config import builtin
+from ftruntime.model.experts import ResidentExperts, resident
 from ftruntime.model.linear import Input
 from ftruntime.model.mhc import HyperConnection
 from ftruntime.model.moe import MoE
 from ftruntime.model.numerics import Numerics
+from ftruntime.model.router import Router
 from ftruntime.model.scratch import scratch_bytes
 
 pytestmark = pytest.mark.skipif(
@@ -93,8 +95,17 @@ def _batch(config, num_tokens, phase):
         slot_mapping=_empty(num_tokens, dtype=torch.int64),
         window_block_table=_empty(num_tokens, PAGES), block_table=_empty(num_tokens, PAGES),
         state_index=_empty(num_tokens), is_decode=phase == "decode",
+        host_token_ids=torch.zeros(num_tokens, dtype=torch.int64),
         scratch=_empty(size, dtype=torch.uint8),
     )  # fmt: skip
+
+
+def _expert_half(config, weights, numerics):
+    """Packed experts, all on the device."""
+    bank = resident(weights.experts[0], torch.device("meta"))
+    assert bank.packed
+    experts = ResidentExperts(bank, config, numerics)
+    return MoE.of(weights, 0, Router.of(weights, 0, config), experts, config, numerics)
 
 
 def _between(config, weights, site, batch, dtype):
@@ -131,8 +142,7 @@ def test_expert_half_of_a_decode_step(hashed):
     config, numerics = _config(0), Numerics.of("official")
     config = dataclasses.replace(config, num_hash_layers=int(hashed))
     weights, batch = _weights(config, hashed), _batch(config, SEQUENCES, "decode")
-    experts = MoE.of(weights, 0, config, numerics)
-    assert experts.bank.packed
+    experts = _expert_half(config, weights, numerics)
     with aot.capture_launches(arch=89) as got:
         x = _between(config, weights, "ffn", batch, numerics.dtype)
         out = experts(x, batch)
@@ -149,7 +159,7 @@ def test_a_prefill_step_makes_no_scratch():
     )  # fmt: skip
     weights, batch = _weights(config), _batch(config, SEQUENCES, "prefill")
     attention = Attention.of(weights, 0, config, numerics)
-    experts = MoE.of(weights, 0, config, numerics)
+    experts = _expert_half(config, weights, numerics)
     x = _empty(SEQUENCES, config.hidden_size, dtype=numerics.dtype)
     tables = (_empty(1024, 32, dtype=torch.float32),) * 2
     with aot.capture_launches(arch=89) as got:
