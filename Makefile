@@ -18,7 +18,7 @@ TRITONS ?= 3.6.0 3.8.0 3.9.0
 TESTS ?= tests/ftkernels
 K ?=
 
-.PHONY: serve test setup lint test-gpu test-triton compile-sm89 bench-decode
+.PHONY: serve test setup lint test-gpu test-triton compile-sm89 bench-decode bench-load
 
 .venv/.ok-%: pyproject.toml constraints.txt
 	@[ "$$(uname -s)-$$(uname -m)" = Linux-x86_64 ] || { \
@@ -76,3 +76,7 @@ test-gpu:
 # decode speed on the CPU as a ratio to transformers, on the demo weights
 bench-decode: .venv/.ok-serve,test
 	$(THREADS) $(BIN)/python -m tests.benchmarks.decode_ratio
+
+# both expert loaders on a synthetic bank of 6 GB in a temporary directory; ARGS="--gb 2" for less
+bench-load: .venv/.ok-serve,test
+	$(PYTHON) -m tests.benchmarks.load_ratio $(ARGS)
