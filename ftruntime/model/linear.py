@@ -37,9 +37,12 @@ class Input:
 def columns(weight: torch.Tensor) -> torch.Tensor:
     """A dense matrix (or a stack of them) on the host with its columns contiguous, for decode.
 
-    A card keeps the checkpoint's layout, and so do quantized codes.
+    A card keeps the checkpoint's layout, and so do quantized codes; what lies so already, as
+    experts in the rows of a bank, is not copied.
     """
     if weight.device.type != "cpu" or weight.dtype != torch.float32:
+        return weight
+    if weight.stride()[-2:] == (1, weight.shape[-2]):
         return weight
     return weight.mT.contiguous().mT
 
