@@ -18,7 +18,7 @@ from ftkernels import check
 from ftkernels.moe.bank import ExpertBank
 from ftkernels.moe.copier import Copier, CpuCopier, CudaCopier, check_copies
 from ftkernels.moe.count_missing import count_missing
-from ftkernels.moe.expert_ids import check_layer, distinct, hinted
+from ftkernels.moe.expert_ids import check_layer, check_policy, distinct, hinted
 from ftkernels.moe.expert_moves import PHASES, ExpertMoves
 from ftkernels.moe.expert_pool import ExpertPool, Matrices, check_banks
 from ftkernels.moe.expert_steps import Group, Step
@@ -66,6 +66,7 @@ class ExpertCache:
         if copier is None:
             on_card = self._device.type == "cuda"
             copier = CudaCopier(self._device) if on_card else CpuCopier()
+        check_policy(op, policy)
         if isinstance(policy, str):
             policy = make_policy(policy, **sizes)
         self.num_layers, self.num_experts, self.num_slots = num_layers, num_experts, num_slots

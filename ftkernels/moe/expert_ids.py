@@ -1,4 +1,4 @@
-"""Expert ids that are read on the host, and the refusal of bad ones."""
+"""Expert ids that are read on the host, and the refusal of bad arguments of the cache."""
 
 from __future__ import annotations
 
@@ -47,6 +47,15 @@ def check_layer(op: str, layer: object, num_layers: int) -> None:
         raise TypeError(f"{op}: layer is {layer!r}, expected an integer")
     if not 0 <= layer < num_layers:
         raise ValueError(f"{op}: layer is {layer}, expected 0 to {num_layers - 1}")
+
+
+def check_policy(op: str, policy: object) -> None:
+    """Refuse what is neither the name of a policy nor one."""
+    text = f"{op}: policy is {policy!r}, expected 'scan-resistant', 'lru' or a SlotPolicy"
+    if isinstance(policy, str):
+        check.require(policy in ("scan-resistant", "lru"), text)
+    elif not callable(getattr(policy, "victim", None)):
+        raise TypeError(text)
 
 
 def _require_below(op: str, name: str, ids: Sequence[int], num_experts: int) -> None:

@@ -1,0 +1,527 @@
+"""Calls of the cache: what they return, what they refuse, what they leave behind; products from
+slots. test_expert_moves.py has the order of copies.
+
+Cases O02 (no slot to be had), O03 (fewer slots than experts of a step) and G03 (copies that end and
+change nothing).
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+
+import pytest
+import torch
+
+import ftkernels
+from ftkernels import ExpertBank, ExpertCache
+from ftkernels.moe.bank import expert_rows, row_offsets
+from ftkernels.moe.copier import CpuCopier
+from ftkernels.testing import randn
+from ftkernels.testing.fake_copier import FakeCopier
+from tests.support.expert_cases import fp4, random_ids
+from tests.support.numbered_banks import SLOT_BYTES, E, L, numbered_banks
+
+NAN = float("nan")
+
+
+def cached(num_slots=7, banks=None, **kwargs):
+    return ExpertCache(L, E, num_slots, banks or numbered_banks(), device="cpu", **kwargs)
+
+
+def ids(*experts):
+    return torch.tensor([experts], dtype=torch.int32)
+
+
+def resident(cache, layer):
+    return {e for e, s in enumerate(cache.lookup(layer, ids(0))[0].tolist()) if s >= 0}
+
+
+def layer_bank(form, seed=0):
+    """5 experts of 64 channels and 32 hidden ones."""
+    w13, w2 = fp4(5, 64, 64, seed=seed), fp4(5, 64, 32, seed=seed + 50)
+    bank = ExpertBank(w13.codes, w13.scale, w2.codes, w2.scale)
+    if form in ("packed", "rows"):
+        bank = bank.pack()
+    if form.startswith("dense"):
+        bank = ExpertBank(w13.matrix.float(), None, w2.matrix.float(), None)
+    if form == "dense-columns":
+        bank = ExpertBank(*(x if x is None else x.mT.contiguous().mT for x in
+                            (bank.w13, None, bank.w2, None)))  # fmt: skip
+    if form == "rows":
+        rows = torch.empty(5, row_offsets(bank.parts)[-1], dtype=torch.uint8)
+        views = expert_rows(rows, bank.parts)
+        for view, x in zip(views, bank.tensors, strict=True):
+            view.copy_(x)
+        bank = ExpertBank(*views, packed=True)
+    return bank
+
+
+@pytest.mark.parametrize("path", ["gemv", "gemm"])
+@pytest.mark.parametrize("form", ["packed", "rows", "checkpoint", "dense", "dense-columns"])
+def test_few_slots_give_the_bits_of_all_experts(form, path, device, lane):
+    """O03: a step that uses every expert, down to one slot."""
+    interpreted = lane == "interpreter"
+    if interpreted and form == "packed":
+        pytest.skip("as in rows, which have the wider strides")
+    banks = [layer_bank(form), layer_bank(form, seed=7)]
+    tokens, visits = (2, (1,)) if interpreted else (4, (0, 1, 1, 0))
+    topk_ids, weights = random_ids(tokens, 3, 5), randn(tokens, 3, seed=4)
+    x, shared = (randn(tokens, 64, dtype=torch.bfloat16, seed=seed) for seed in (5, 6))
+    topk_ids, weights, x, shared = (t.to(device) for t in (topk_ids, weights, x, shared))
+    kwargs = {"swiglu_limit": 1.5, "packed": banks[0].packed, "path": path}
+
+    def product(matrices, **more):
+        return ftkernels.moe_fp4(x, *matrices, weights, topk_ids, **kwargs, **more)
+
+    expected = {}
+    for layer in visits:
+        bank = banks[layer]
+        given = (bank.w13, bank.w13_scale, bank.w2, bank.w2_scale)
+        moved = [t if t is None else t.to(device) for t in given]
+        expected[layer] = product(moved, shared=shared)
+    for num_slots in (1, 3, 10):
+        cache = ExpertCache(2, 5, num_slots, banks, device=device)
+        if num_slots == 10:
+            with cache.step("decode"):
+                slots = cache.ensure(1, topk_ids)
+                out = product(cache.slots(1), slot_of_expert=slots, shared=shared)
+            assert torch.equal(out, expected[1])
+        for layer in visits if num_slots == 1 or not interpreted else ():
+            routed, groups = torch.full((tokens, 3, 64), NAN, dtype=x.dtype, device=device), 0
+            with cache.step("prefill"):
+                for slots in cache.groups(layer, topk_ids):
+                    product(cache.slots(layer), slot_of_expert=slots, routed_out=routed)
+                    groups += 1
+            assert groups == 1 if num_slots == 10 else groups > 1
+            out = ftkernels.moe_combine(routed, topk_ids=topk_ids, shared=shared)
+            assert torch.equal(out, expected[layer]), (num_slots, layer)
+            cache.check()
+        cache.close()
+
+
+@pytest.mark.parametrize("form", ["packed", "rows", "checkpoint", "dense", "dense-columns"])
+def test_slots_are_laid_out_as_the_banks_are(form):
+    bank = layer_bank(form)
+    cache = ExpertCache(1, 5, 3, [bank], device="cpu")
+    pool = cache.slots(0)
+    for mine, theirs in zip(pool, (bank.w13, bank.w13_scale, bank.w2, bank.w2_scale), strict=True):
+        if theirs is None:
+            assert mine is None
+            continue
+        assert (mine.shape[0], mine.dtype) == (3, theirs.dtype)
+        assert mine.shape[1:] == theirs.shape[1:]
+        assert mine.stride()[1:] == theirs.stride()[1:]
+        assert mine.data_ptr() % 16 == 0
+    with cache.step("decode"):
+        slots = cache.ensure(0, ids(4, 1)).tolist()
+    for mine, theirs in zip(pool, (bank.w13, bank.w13_scale, bank.w2, bank.w2_scale), strict=True):
+        for e in (4, 1):
+            assert theirs is None or torch.equal(mine[slots[e]], theirs[e])
+
+
+def test_what_ensure_returns():
+    cache = cached()
+    with cache.step("decode"):
+        first = cache.ensure(1, torch.tensor([[5, -1, 2], [2, 5, -3]]))
+        second = cache.ensure(1, ids(5, 0))
+        assert (first.dtype, first.shape) == (torch.int32, (E,))
+        assert [e for e, s in enumerate(first.tolist()) if s >= 0] == [2, 5]
+        assert [e for e, s in enumerate(second.tolist()) if s >= 0] == [0, 5]
+        assert first[5] == second[5]
+        assert cache.ensure(0, ids(-1, -1)).tolist() == [-1] * E
+        assert cache.ensure(0, torch.empty(0, 6, dtype=torch.int64)).tolist() == [-1] * E
+        many = torch.tensor([4, 1, -1]).repeat(40)
+        assert (cache.ensure(2, many) >= 0).nonzero().flatten().tolist() == [1, 4]
+    stats = cache.stats()
+    assert stats["decode"] == {
+        "hits": 1, "misses": 5, "bytes_h2d": 5 * SLOT_BYTES, "prefetch_used": 0,
+        "prefetch_wasted": 0, "evictions": 0,
+    }  # fmt: skip
+    assert set(stats["prefill"].values()) == {0}
+    assert stats["layers"] == [
+        {"hits": 0, "misses": 0}, {"hits": 1, "misses": 3}, {"hits": 0, "misses": 2},
+    ]  # fmt: skip
+    assert (stats["num_slots"], stats["num_experts"]) == (7, L * E)
+
+
+def test_no_slot_to_be_had_changes_nothing():
+    """O02: all slots in use and one expert missing."""
+    cache = cached(4, copier=FakeCopier())
+    text = "^ExpertCache.ensure: topk_ids is 3 experts that need 2 slots, expected at most 1,"
+    with cache.step("decode"):
+        held = cache.ensure(0, ids(0, 1, 2))
+        before = cache.stats()
+        with pytest.raises(ValueError, match=text):
+            cache.ensure(0, ids(2, 3, 4))
+        assert cache.stats() == before
+        cache.check()
+        assert cache.ensure(0, ids(0, 1, 2, 3))[:3].equal(held[:3])
+        groups = cache.groups(1, ids(0))
+        with pytest.raises(ValueError, match=r"groups: topk_ids is 1 experts without a slot"):
+            next(groups)
+        cache.check()
+    with cache.step("decode"):
+        cache.ensure(1, ids(0, 1, 2, 3))
+
+
+def test_groups_take_what_is_resident_first_and_copy_ahead():
+    fake = FakeCopier()
+    cache = cached(4, copier=fake)
+    with cache.step("prefill"):
+        cache.ensure(0, ids(1, 4))
+    fake.log.clear()
+    with cache.step("prefill"):
+        groups = cache.groups(0, torch.arange(E))
+        experts = [{e for e, s in enumerate(next(groups).tolist()) if s >= 0}]
+        assert [entry[0] for entry in fake.log] == ["copy"], "the next group is on its way"
+        experts += [{e for e, s in enumerate(g.tolist()) if s >= 0} for g in groups]
+    assert experts == [{1, 4}, {0, 2}, {3, 5}]
+    kinds = [entry[0] for entry in fake.log]
+    assert kinds == ["copy", "mark", "copy", "wait", "mark", "wait", "mark"]
+
+
+def test_leaving_a_loop_early_leaves_nothing_behind():
+    cache = cached(4)
+    with cache.step("prefill"):
+        for _ in cache.groups(0, torch.arange(E)):
+            cache.check()
+            break
+        cache.ensure(1, ids(0, 1, 2, 3))
+    with cache.step("prefill"):
+        left = cache.groups(2, torch.arange(E))
+        next(left)
+    with cache.step("prefill"):
+        cache.ensure(1, ids(0, 1, 2, 3))
+        left.close()  # its step is over
+        cache.check()
+        with pytest.raises(ValueError, match="expected at most 0"):
+            cache.ensure(0, ids(0))
+
+
+def test_an_error_in_a_step_gives_its_slots_back():
+    cache = cached(4)
+
+    def fail():
+        with cache.step("decode"):
+            cache.ensure(0, ids(0, 1, 2, 3))
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    with cache.step("decode"):
+        cache.ensure(1, ids(0, 1, 2, 3))
+    cache.check()
+
+
+def test_a_copy_that_fails_leaves_its_experts_missing(monkeypatch):
+    copier = CpuCopier()
+    cache = cached(4, copier=copier)
+
+    def fail(dst, src, after):
+        raise RuntimeError("the bus")
+
+    with cache.step("decode"):
+        cache.ensure(0, ids(5))
+        with monkeypatch.context() as patch:
+            patch.setattr(copier, "copy", fail)
+            with pytest.raises(RuntimeError, match="the bus"):
+                cache.ensure(0, ids(1, 5))
+        cache.check()
+        slots = cache.ensure(0, ids(1, 5))
+        assert (cache.slots(0)[0][slots[1]] == 2).all()
+    assert cache.stats()["decode"]["misses"] == 2
+
+
+def test_hints_are_used_or_wasted():
+    fake = FakeCopier()
+    cache = cached(3, copier=fake, policy="lru")
+    cache.prefetch(0, [1, 1, -1, 2])
+    cache.prefetch(0, torch.tensor([1, 2]))
+    cache.prefetch(0, [])
+    fake.finish()
+    with cache.step("decode"):
+        slots = cache.ensure(0, ids(1))
+        assert (cache.slots(0)[0][slots[1]] == 2).all()
+    with cache.step("prefill"):
+        cache.ensure(1, ids(0, 1))
+    counts = cache.stats()
+    assert counts["decode"]["bytes_h2d"] == 2 * SLOT_BYTES
+    assert (counts["decode"]["hits"], counts["decode"]["misses"]) == (1, 0)
+    assert counts["decode"]["prefetch_used"] == 1
+    assert counts["prefill"]["prefetch_wasted"] == 1
+
+
+def test_hints_wait_for_nobody():
+    fake = FakeCopier()
+    cache = cached(2, copier=fake, policy="lru")
+    with cache.step("decode"):
+        cache.ensure(0, ids(0, 1))
+        cache.prefetch(1, [0])
+    assert cache.stats()["decode"]["bytes_h2d"] == 2 * SLOT_BYTES, "in use"
+    cache.prefetch(1, [0])
+    assert cache.stats()["decode"]["bytes_h2d"] == 2 * SLOT_BYTES, "the step's kernels run"
+    fake.finish()
+    cache.prefetch(1, [0])
+    cache.prefetch(2, [0])
+    assert cache.stats()["decode"]["bytes_h2d"] == 4 * SLOT_BYTES
+    cache.prefetch(2, [1])
+    assert cache.stats()["decode"]["bytes_h2d"] == 4 * SLOT_BYTES, "both slots are in flight"
+    with cache.step("decode"):
+        cache.ensure(2, ids(4, 5))
+    cache.check()
+
+
+def test_hints_in_flight_are_bounded():
+    """Twice the experts of the widest call, 16 when those are few: a miss queues behind no more."""
+    experts = 40
+    rows = torch.zeros(experts, 2, 1, dtype=torch.uint8)
+    fake = FakeCopier()
+    bank = ExpertBank(rows, rows, rows, rows)
+    cache = ExpertCache(2, experts, 80, [bank, bank], device="cpu", copier=fake)
+    cache.prefetch(0, list(range(12)))
+    cache.prefetch(0, list(range(30)))
+    assert cache.stats()["decode"]["bytes_h2d"] == 16 * 8
+    with cache.step("decode"):
+        cache.ensure(1, torch.arange(11))  # its copies come after those of the hints
+        cache.prefetch(0, list(range(experts)))
+    assert cache.stats()["decode"]["bytes_h2d"] == (16 + 11 + 22) * 8
+    fake.finish()
+    cache.prefetch(0, list(range(experts)))
+    assert cache.stats()["decode"]["bytes_h2d"] == (16 + 11 + 24) * 8
+
+
+def test_lookup_shows_what_has_arrived():
+    fake = FakeCopier()
+    cache = cached(4, copier=fake, policy="lru")
+    topk_ids = ids(2, 3, -1)
+    slots, missing = cache.lookup(1, topk_ids)
+    assert slots.tolist() == [-1] * E
+    assert missing.tolist() == [2]
+    cache.prefetch(1, [2])
+    assert resident(cache, 1) == set(), "in flight"
+    fake.finish()
+    with cache.step("decode"):
+        assert slots.tolist()[2] >= 0, "published with the step"
+        out = torch.zeros(1, dtype=torch.int32)
+        again, missing = cache.lookup(1, topk_ids, out=out)
+        assert again.data_ptr() == slots.data_ptr()
+        assert out.tolist() == [1]
+        assert missing is out
+        cache.ensure(0, ids(0, 1, 4, 5))
+    assert resident(cache, 1) == set()
+    assert resident(cache, 0) == {0, 1, 4, 5}
+
+
+def test_captures_see_a_table_that_is_up_to_date(monkeypatch):
+    fake = FakeCopier()
+    cache = cached(4, copier=fake, policy="lru")
+    with cache.step("decode"):
+        cache.ensure(0, ids(0, 1))
+    capturing = [True]
+    monkeypatch.setattr(ExpertCache, "_is_capturing", lambda self: capturing[0])
+    with pytest.raises(RuntimeError, match=r"^ExpertCache.lookup: the table on the device is out"):
+        cache.lookup(0, ids(0))
+    capturing[0] = False
+    cache.lookup(0, ids(0))
+    capturing[0] = True
+    fake.log.clear()
+    with cache.step("decode"):
+        assert cache.lookup(0, ids(0, 5))[1].tolist() == [1]
+        cache.prefetch(1, [1])
+        with pytest.raises(RuntimeError, match=r"^ExpertCache.ensure: a stream is captured"):
+            cache.ensure(0, ids(0))
+    assert fake.log == [], "nothing is copied or recorded"
+    capturing[0] = False
+    fake.finish()
+    with cache.step("decode"):
+        cache.prefetch(1, [0, 1, 2, 3])
+        assert resident(cache, 0) == {0, 1}, "a replay may read what is published"
+        assert cache.stats()["decode"]["bytes_h2d"] == 4 * SLOT_BYTES
+    fake.finish()
+    cache.prefetch(1, [2, 3])
+    fake.finish()
+    cache.prefetch(1, [])
+    assert resident(cache, 0) == set()
+
+
+def test_steps_do_not_nest():
+    cache = cached()
+    with cache.step("decode"):
+        with pytest.raises(RuntimeError, match="a step is open, expected one at a time"):
+            cache.step("decode").__enter__()
+        with pytest.raises(RuntimeError, match="close: a step is open"):
+            cache.close()
+        cache.ensure(0, ids(0))
+    for call in (cache.ensure, cache.groups):
+        with pytest.raises(RuntimeError, match="no step is open, expected a call within one"):
+            call(0, ids(0))
+
+
+@pytest.mark.parametrize("copier", [CpuCopier, FakeCopier])
+def test_close_returns_everything(copier):
+    copier = copier()
+    banks = numbered_banks()
+    cache = cached(banks=banks, copier=copier)
+    cache.prefetch(0, [0, 1])
+    with cache.step("decode"):
+        cache.ensure(1, ids(0))
+    held = [weakref.ref(cache.slots(0)[0]), *(weakref.ref(bank) for bank in banks)]
+    cache.prefetch(2, [0])
+    event = cache._moves._flights[-1].event
+    cache.close()
+    assert event.done(), "no copy is in flight"
+    cache.close()
+    del banks, event
+    gc.collect()
+    assert [ref() for ref in held] == [None] * 4
+    calls = (
+        lambda: cache.ensure(0, ids(0)), lambda: cache.groups(0, ids(0)), cache.stats, cache.check,
+        lambda: cache.lookup(0, ids(0)), lambda: cache.prefetch(0, [0]), lambda: cache.slots(0),
+        lambda: cache.step("decode").__enter__(),
+    )  # fmt: skip
+    for call in calls:
+        with pytest.raises(RuntimeError, match=r"^ExpertCache.\w+: the cache is closed"):
+            call()
+
+
+def test_copies_that_change_nothing_are_found_at_once():
+    """G03: a driver that reports copies done and leaves the bytes as they were."""
+
+    class Idle(CpuCopier):
+        def copy(self, dst, src, after):
+            return super().copy([], [], after)
+
+    class Late(CpuCopier):
+        def copy(self, dst, src, after):
+            return super().copy(dst, [torch.zeros_like(x) for x in src], after)
+
+    for copier in (Idle(), Late()):
+        with pytest.raises(RuntimeError, match="a copy from pageable host memory to cpu ended"):
+            cached(copier=copier)
+
+
+def test_policies_by_name_and_by_object():
+    text = r"^ExpertCache: policy is 'fifo', expected 'scan-resistant', 'lru' or a SlotPolicy"
+    with pytest.raises(ValueError, match=text):
+        cached(policy="fifo")
+    with pytest.raises(TypeError, match=r"^ExpertCache: policy is 3, expected"):
+        cached(policy=3)
+    given = ftkernels.moe.slot_policy.Lru()
+    cache = cached(1, policy=given)
+    with cache.step("decode"):
+        cache.ensure(0, ids(3))
+    assert given.victim(lambda key: True) == 3
+
+
+def test_stats_can_be_read_by_another_thread():
+    cache, sums = cached(4), []
+
+    def watch():
+        for _ in range(200):
+            counts = cache.stats()["decode"]
+            sums.append(counts["hits"] + counts["misses"])
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    for layer in range(200):
+        with cache.step("decode"):
+            cache.ensure(layer % L, ids(0, 1))
+    thread.join()
+    assert sums == sorted(sums)
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "text"),
+    [
+        ({"num_layers": 2}, ValueError, "banks is 3 banks, expected 2"),
+        ({"num_experts": 5}, ValueError, r"banks\[0\] is \(6, 4, 2\), expected 5 matrices"),
+        ({"num_slots": 0}, ValueError, "num_slots is 0, expected >= 1"),
+        ({"num_slots": 19}, ValueError, "num_slots is 19, expected at most 18"),
+        ({"num_slots": 2.0}, TypeError, "num_slots is 2.0, expected an integer"),
+        ({"banks": [1, 2, 3]}, TypeError, "banks is list, expected a list of ExpertBank"),
+        ({"banks": numbered_banks()[0]}, TypeError, "banks is ExpertBank, expected a list"),
+    ],
+)
+def test_refusals_of_the_constructor(change, kind, text):
+    kwargs = {"num_layers": L, "num_experts": E, "num_slots": 4, "banks": numbered_banks()}
+    with pytest.raises(kind, match=f"^ExpertCache: {text}"):
+        ExpertCache(**{**kwargs, **change}, device="cpu")
+
+
+def test_banks_must_agree():
+    banks = numbered_banks()
+    a = banks[0]
+    half = ExpertBank(a.w13, None, a.w2, a.w2_scale)
+    other = ExpertBank(a.w13, a.w13_scale.int(), a.w2, a.w2_scale)
+    packed = ExpertBank(a.w13, a.w13_scale, a.w2, a.w2_scale, packed=True)
+    far = ExpertBank(a.w13.to("meta"), a.w13_scale, a.w2, a.w2_scale)
+    flat = ExpertBank(a.w13[:, 0], a.w13_scale, a.w2, a.w2_scale)
+    for bank, text in (
+        (half, "with one of its scales, expected both or none"),
+        (other, r"int32 \(6, 4, 1\), .* expected .* uint8 \(6, 4, 1\), .* as banks\[0\]"),
+        (packed, r"packed, expected .* as banks\[0\]"),
+        (far, "on meta, expected cpu"),
+        (flat, r"\(6, 2\), expected 6 matrices"),
+    ):
+        with pytest.raises(ValueError, match=rf"^ExpertCache: banks\[2\] is .*{text}"):
+            cached(banks=[*banks[:2], bank])
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "text"),
+    [
+        (lambda c: c.ensure(3, ids(0)), ValueError, "ensure: layer is 3, expected 0 to 2"),
+        (lambda c: c.ensure(True, ids(0)), TypeError, "ensure: layer is True, expected an integer"),
+        (lambda c: c.ensure(0, ids(6)), ValueError, "ensure: topk_ids holds 6, expected ids below"),
+        (lambda c: c.ensure(0, torch.arange(99)), ValueError, "ensure: topk_ids holds 98"),
+        (lambda c: c.ensure(0, [1]), TypeError, "ensure: topk_ids is list, expected a tensor"),
+        (lambda c: c.ensure(0, torch.ones(1)), TypeError, "ensure: topk_ids is float32"),
+        (lambda c: c.groups(-1, ids(0)), ValueError, "groups: layer is -1"),
+        (lambda c: c.groups(0, ids(6)), ValueError, "groups: topk_ids holds 6"),
+        (lambda c: c.prefetch(0, [6]), ValueError, "prefetch: expert_ids holds 6"),
+        (lambda c: c.prefetch(0, [1.0]), TypeError, r"prefetch: expert_ids is \[1.0\], expected a"),
+        (lambda c: c.prefetch(0, torch.ones(1)), TypeError, "prefetch: expert_ids is float32"),
+        (lambda c: c.prefetch(0, torch.ones(1, device="meta").int()), ValueError,
+         "prefetch: expert_ids is on meta, expected cpu"),
+        (lambda c: c.prefetch(9, []), ValueError, "prefetch: layer is 9"),
+        (lambda c: c.lookup(9, ids(0)), ValueError, "lookup: layer is 9"),
+        (lambda c: c.slots("0"), TypeError, "slots: layer is '0'"),
+        (lambda c: c.step("idle").__enter__(), ValueError, "step: phase is 'idle', expected"),
+    ],
+)  # fmt: skip
+def test_refusals_of_calls(call, kind, text):
+    cache = cached()
+    with cache.step("decode"), pytest.raises(kind, match=f"^ExpertCache.{text}"):
+        call(cache)
+    cache.check()
+    assert cache.stats()["decode"]["misses"] == 0
+
+
+def test_check_finds_what_is_broken():
+    def lose_a_slot(cache):
+        cache._map._free.pop()
+
+    def forget_a_holder(cache):
+        cache._step._groups.clear()
+
+    def forget_a_flight(cache):
+        cache._moves._flights.clear()
+
+    def enter_too_early(cache):
+        cache._table.enter(7, cache._map.slot(7))
+
+    def swap_slots(cache):
+        table = cache._map._slot_of
+        table[0], table[1] = table[1], table[0]
+
+    for breaks in (lose_a_slot, forget_a_holder, forget_a_flight, enter_too_early, swap_slots):
+        cache = cached(copier=FakeCopier())
+        with cache.step("decode"):
+            cache.ensure(0, ids(0, 1))
+            cache.prefetch(1, [1])
+            cache.check()
+            breaks(cache)
+            with pytest.raises(AssertionError, match="do not add up"):
+                cache.check()
