@@ -76,7 +76,7 @@ def weight_bytes(shape: ModelConfig, *, widened: bool, ranks: int) -> WeightByte
 
 def is_sharded(name: str) -> bool:
     """Whether tensor-parallel ranks hold a share each of this dense matrix."""
-    return any(mark in f".{name}" for mark in _SHARDED) and ".indexer." not in name
+    return any(mark in f".{name}" for mark in _SHARDED)
 
 
 def _widened_bytes(spec: TensorSpec) -> int:

@@ -1,7 +1,9 @@
 """Settings: defaults of the contract, and the same sentence for a bad flag and a bad keyword.
 
 Mutants tried and seen red: an open bound made closed, the multiple of 128 not checked, the group
-check dropped, `nearest` rounded the wrong way, explicit names lost in the round trip.
+check dropped, `nearest` rounded the wrong way, explicit names lost in the round trip,
+fused with slots accepted, idle cache flags not named under fused, a reserve not beside the number
+it stands for, read-ahead not with the serial loader.
 """
 
 from __future__ import annotations

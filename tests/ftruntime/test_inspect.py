@@ -1,6 +1,7 @@
 """`ftruntime inspect`: the worked numbers, the report's command line, and what it refuses.
 
-Mutants tried and seen red: --cards not setting the ranks, GiB taken for GB, notes on stdout.
+Mutants tried and seen red: --cards not setting the ranks, GiB taken for GB, notes on stdout, the
+refusal of serve not shown, reasons left out of the table.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Bytes of a shape against the totals of the specification.
 
 Mutants tried and seen red: the shared expert not sharded, FP4 counted as one value a byte when
-widened, index rows forgotten, one rope table pair instead of two, scales left out.
+widened, index rows forgotten, one rope table pair instead of two, scales left out,
+launches of one graph alone, no block tables, single FP8 rows without padding.
 """
 
 from __future__ import annotations

@@ -1,9 +1,14 @@
 """What settings come to: the worked chunk numbers, KV capacity, context, experts, and refusals.
 
-Mutants tried and seen red: the CPU cap dropped, ranks on CPU given the whole memory each, auto KV
-not limited by memory, explicit slots below the least accepted, the context warning inverted,
-headroom not part of the sum, max_model_len not limited by the KV capacity, the interleave notice
-dropped.
+Mutants tried and seen red: the CPU cap dropped, ranks on CPU given the whole memory each, a CPU's
+bank not counted, auto KV not limited by memory or not by the reserve, a reserve not capped, room
+for groups always, never, from another slot on or not part of the choice of slots, slots below the
+least or above all, auto always fused or always offload, a graph cap above the running limit or left
+out, graphs on CPU, a bank counted for one rank, its check dropped, fused not offered, the size
+check dropped, a setting named that does not make it fit, a default before what was asked for, the
+setting that gives most, a capacity below the context, headroom not part of the sum or negative, the
+context warning inverted or without the reserve, max_model_len not limited by the KV capacity, the
+padding page and the interleave notice dropped.
 """
 
 from __future__ import annotations
@@ -291,6 +296,7 @@ def test_why_has_the_numbers_that_make_the_bytes():
     plan = plan_of(FLASH, EIGHT_CARDS, **REPORT)
     slots, share = plan.expert_slots, f"{plan.expert_slots / 11008:.1%}"
     assert plan.why["experts"] == f"{slots} slots x 1.67 MB ({share} of 11008)"
+    assert plan.bytes["kv_rows"] == 2561 * 128 * 6880
     assert plan.why["kv_rows"].startswith("327680 tokens and a padding page: 41 layers, 6880 B")
     assert plan.why["kv_window"].startswith("308 pages x 5.64 MB")
     assert plan.why["activations"].startswith("largest chunk 3456 tokens")
