@@ -85,17 +85,18 @@ def load(directory: Path, loader: str, pack: bool, threads: int | None) -> None:
     fill_s = _fill(estimate(config, None).expert_bytes)
     Path("/proc/self/clear_refs").write_text("5", "ascii")  # the peak starts anew
     before = _status("VmRSS")
-    start = time.perf_counter()
+    start, cpu = time.perf_counter(), time.process_time()
     weights = load_weights(
         directory, config, dequantize=None, expert_load=loader, pack=pack, threads=threads
     )
-    seconds = time.perf_counter() - start
+    seconds, cpu_s = time.perf_counter() - start, time.process_time() - cpu
     bank = weights.host_memory.num_bytes
     needed = estimate(
         config, None, pack=pack, threads=1 if loader == "serial" else threads or _cores()
     ).host_bytes(on_device=False)
     print(json.dumps({
         "loader": loader, "packed": pack, "GB_per_s": round(bank / seconds / 1e9, 2),
+        "GB_per_cpu_s": round(bank / cpu_s / 1e9, 2),
         "fresh_memory_GB_per_s": round(bank / fill_s / 1e9, 2),
         "peak_to_bank": round(_status("VmHWM") / bank, 3),
         "peak_less_start_to_bank": round((_status("VmHWM") - before) / bank, 3),

@@ -120,10 +120,12 @@ def _without_rows():
     bank, _ = _bank(3, 128, 32)
     w13, s13, w2, s2 = bank.tensors
     yield "another allocation", ftkernels.ExpertBank(w13, s13.clone(), w2, s2)
+    yield "another's rows", ftkernels.ExpertBank(w13, _bank(3, 128, 32)[0].w13_scale, w2, s2)
     yield "another order", ftkernels.ExpertBank(w2, s2, w13, s13)
     yield "not all experts", ftkernels.ExpertBank(w13[:2], s13[1:], w2[:2], s2[:2])
     yield "every other expert", ftkernels.ExpertBank(w13[::2], s13[::2], w2[::2], s2[::2])
     yield "gaps", ftkernels.ExpertBank(w13[..., :16], s13, w2, s2)
+    yield "gaps at the end", ftkernels.ExpertBank(w13, s13, w2, s2[..., :1])
     separate = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in bank.tensors]
     yield "each its own", ftkernels.ExpertBank(*separate)
 
