@@ -1,7 +1,7 @@
 """Order of copies: on the host, on a card (through a stub of ``torch.cuda``), and in the fake one.
 
-Mutants that these tests catch: ``after`` waited for on the stream of compute, the event recorded
-there or before the copies, a blocking copy, an event reused while somebody holds it, marks that are
+Mutants that these tests catch: copies on the stream of compute, their event recorded there, a
+blocking copy, an event reused while somebody holds it, marks that are
 forgotten before they are passed, a number off by one.
 """
 
@@ -115,6 +115,8 @@ def test_events_of_a_card_are_used_again_once_nobody_has_them(cuda):
     assert kept.done()
     names = {entry[2] for entry in cuda.log[1:]}
     assert kept.event.name not in names
+    first, second = copier.mark(), copier.mark()
+    assert first.event is not second.event
 
 
 def test_an_event_that_cannot_be_made_is_not_kept(cuda, monkeypatch):

@@ -1,8 +1,12 @@
-"""Calls of the cache: what they return, what they refuse, what they leave behind; products from
-slots. test_expert_moves.py has the order of copies.
+"""Calls of the cache: what they return, refuse and leave behind; products from slots.
+The order of copies stands in test_expert_moves.py.
 
 Cases O02 (no slot to be had), O03 (fewer slots than experts of a step) and G03 (copies that end and
 change nothing).
+Mutants that these tests catch: a copy that fails and leaves its keys in the map, a loop left early
+that keeps its slots, a release after the step, a close that does not wait (for the copier, for the
+bus), no publishing at a step's begin, unbounded hints, a width forgotten with its step, 0 for none
+in the result, layer 0's bank for all, ids below 0 kept.
 """
 
 from __future__ import annotations
@@ -275,21 +279,28 @@ def test_hints_wait_for_nobody():
 
 def test_hints_in_flight_are_bounded():
     """Twice the experts of the widest call, 16 when those are few: a miss queues behind no more."""
-    experts = 40
+    experts = 90
     rows = torch.zeros(experts, 2, 1, dtype=torch.uint8)
     fake = FakeCopier()
     bank = ExpertBank(rows, rows, rows, rows)
-    cache = ExpertCache(2, experts, 80, [bank, bank], device="cpu", copier=fake)
-    cache.prefetch(0, list(range(12)))
-    cache.prefetch(0, list(range(30)))
-    assert cache.stats()["decode"]["bytes_h2d"] == 16 * 8
+    cache = ExpertCache(2, experts, 180, [bank, bank], device="cpu", copier=fake)
+
+    def moved(hint):
+        cache.prefetch(0, list(range(hint)))
+        return cache.stats()["decode"]["bytes_h2d"] // 8
+
+    assert moved(12) == 12
+    assert moved(30) == 16
     with cache.step("decode"):
         cache.ensure(1, torch.arange(11))  # its copies come after those of the hints
-        cache.prefetch(0, list(range(experts)))
-    assert cache.stats()["decode"]["bytes_h2d"] == (16 + 11 + 22) * 8
+        assert moved(experts) == 16 + 11 + 22
+        assert moved(experts) == 16 + 11 + 22
     fake.finish()
-    cache.prefetch(0, list(range(experts)))
-    assert cache.stats()["decode"]["bytes_h2d"] == (16 + 11 + 24) * 8
+    assert moved(experts) == 16 + 11 + 22 + 22
+    with cache.step("decode"):
+        pass
+    fake.finish()
+    assert moved(experts) == 16 + 11 + 22 + 22 + 16
 
 
 def test_lookup_shows_what_has_arrived():
@@ -384,6 +395,26 @@ def test_close_returns_everything(copier):
     for call in calls:
         with pytest.raises(RuntimeError, match=r"^ExpertCache.\w+: the cache is closed"):
             call()
+
+
+def test_close_waits_for_the_bus():
+    class Event:
+        polls = 0
+
+        def done(self):
+            self.polls += 1
+            return self.polls > 3
+
+    class Slow(CpuCopier):
+        def copy(self, dst, src, after):
+            super().copy(dst, src, after)
+            return event
+
+    event = Event()
+    cache = cached(copier=Slow())
+    cache.prefetch(0, [0])
+    cache.close()
+    assert event.polls == 4
 
 
 def test_copies_that_change_nothing_are_found_at_once():

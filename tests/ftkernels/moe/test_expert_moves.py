@@ -1,6 +1,11 @@
 """The cache against a model in plain Python, under a copier that is as late as the rules allow.
 
 Case O02 (what is in flight or in use is never a victim).
+Mutants that these tests catch, besides the faults below: no mark after an entry is withdrawn, no
+publishing of it, a lookup's reads not marked or not asked for by hints, the oldest mark of a batch
+taken, hints in flight not counted down, a group or step that is not marked, an expert placed twice,
+no copies ahead, resident experts in use counted as in need of a slot, the earlier of two flights
+waited for, a hint that pushes out what it asks for or what is published, sources in another order.
 """
 
 from __future__ import annotations
