@@ -1,8 +1,8 @@
 """Order of copies: on the host, on a card (through a stub of ``torch.cuda``), and in the fake one.
 
 Mutants that these tests catch: copies on the stream of compute, their event recorded there, a
-blocking copy, an event reused while somebody holds it, marks that are
-forgotten before they are passed, a number off by one.
+blocking copy, an event reused while somebody holds it or never, marks that are forgotten before
+they are passed, a number off by one, copies tried over their own bytes.
 """
 
 from __future__ import annotations
