@@ -180,12 +180,11 @@ class ScanResistant:
         return found
 
     def _count(self, key: int) -> None:
-        """Add a decode use of now: ``log2(2**rank + 2**clock)``."""
+        """Add a decode use of now."""
         if key // self._num_experts % WATCHED_LAYERS == 0:
             self._half_life.use(key)
-        above = self._rank[key] - self._clock
-        # far above, 2**above would overflow and the sum is the larger term
-        self._rank[key] = self._clock + (math.log2(1 + 2.0**above) if above < 64 else above)
+        count = 2.0 ** (self._rank[key] - self._clock)
+        self._rank[key] = self._clock + math.log2(count + 1)
 
     def _keep(self, key: int) -> None:
         self._ranked.add(key)
