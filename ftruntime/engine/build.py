@@ -58,8 +58,10 @@ def build_engine(config: RuntimeConfig, progress: Progress) -> EngineLoop:
     # what stands now stays: later collections need not walk it
     gc.freeze()
     _logger.info(
-        "engine ready device=%s numerics=%s pages=%d window_pages=%d chunk_tokens=%d",
+        "engine ready device=%s numerics=%s pages=%d window_pages=%d chunk_tokens=%d "
+        "experts=%s expert_slots=%d of %d",
         plan.kind, config.numerics, plan.num_pages, plan.window_pages, plan.chunk_tokens,
+        plan.moe_backend, plan.expert_slots, plan.num_experts,
     )  # fmt: skip
     return EngineLoop(
         Scheduler(plan.scheduler_limits(config, shape)), executor, MonotonicClock(),

@@ -82,7 +82,7 @@ def resident(bank: ftkernels.ExpertBank, device: torch.device) -> ftkernels.Expe
 
 
 class CachedExperts:
-    """One layer's part of an expert cache.
+    """One layer's part of an expert cache, within a step of the cache.
 
     Experts that are missing are copied in; when a step may need more of them than there are slots,
     it runs in groups, with the same result bit for bit.
@@ -100,22 +100,19 @@ class CachedExperts:
     ) -> torch.Tensor:
         cache, layer, topk_ids = self._cache, self._layer, routes[1]
         matrices = cache.slots(layer)
-        with cache.step(batch.phase):
-            if min(topk_ids.numel(), cache.num_experts) > cache.num_slots:
-                return self._in_groups(matrices, x, routes, shared, batch)
-            coming = self._lookahead.coming(layer, x.dense, batch)
-            slots = cache.ensure(layer, topk_ids)
+        coming = self._lookahead.coming(layer, x.dense, batch)
+        groups = cache.groups(layer, topk_ids)
+        if min(topk_ids.numel(), cache.num_experts) > cache.num_slots:
+            routed = x.dense.new_empty((*topk_ids.shape, x.dense.shape[1]))
+            for slots in groups:
+                self._products(matrices, x, routes, batch, slot_of_expert=slots, routed_out=routed)
+            self._lookahead.hint(coming)
+            return ftkernels.moe_combine(routed, shared=shared)
+        out = shared
+        for slots in groups:  # a single one
             # hints are read on the host before products keep the device busy
             self._lookahead.hint(coming)
-            return self._products(
+            out = self._products(
                 matrices, x, routes, batch, slot_of_expert=slots, shared=shared
             )
-
-    def _in_groups(
-        self, matrices: Matrices, x: Input, routes: Routes, shared: torch.Tensor,
-        batch: ForwardBatch,
-    ) -> torch.Tensor:  # fmt: skip
-        routed = x.dense.new_empty((*routes[1].shape, x.dense.shape[1]))
-        for slots in self._cache.groups(self._layer, routes[1]):
-            self._products(matrices, x, routes, batch, slot_of_expert=slots, routed_out=routed)
-        return ftkernels.moe_combine(routed, shared=shared)
+        return out

@@ -53,6 +53,7 @@ class Transformer:
             linear.scale is not None for linear in weights.linears.values()
         )
         routers = [Router.of(weights, layer, config) for layer in range(config.num_hidden_layers)]
+        self._cache = cache
         self._lookahead = None if cache is None else Lookahead(cache, routers, prefetch_layers)
         self._layers = [
             Layer(
@@ -89,8 +90,16 @@ class Transformer:
         first, end = layers
         if first == end:
             return streams
-        if first == 0 and self._lookahead is not None:
-            self._lookahead.begin(batch)
+        if self._cache is None or self._lookahead is None:
+            return self._run(streams, batch, storage, first, end)
+        with self._cache.step(batch.phase):
+            if first == 0:
+                self._lookahead.begin(batch)
+            return self._run(streams, batch, storage, first, end)
+
+    def _run(
+        self, streams: torch.Tensor, batch: ForwardBatch, storage: KVStorage, first: int, end: int
+    ) -> torch.Tensor:
         x, mixes = self._layers[first].attn_hc.before(streams, batch)
         for number in range(first, end):
             layer, kv = self._layers[number], storage.layers[number]
