@@ -2,8 +2,8 @@
 
 O03: the least cache, in which a step runs in groups. O04: hints on and off give the same tokens.
 With RUN_SLOW=1 2400 tokens are generated.
-Mutants run, each noticed: a group left out; routes of the last group alone; slots of the group
-before; a step that takes the experts of the layer before.
+Mutants run, each noticed: a group left out; routes of the last group alone; slots of the experts
+exchanged; the experts of the layer before brought in.
 """
 
 from __future__ import annotations
