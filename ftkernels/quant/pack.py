@@ -35,6 +35,8 @@ MAX_OCTAVES = 11
 LEAST_LARGEST_CODE = 7
 
 _SHOWN_ROWS = 8
+# codes packed at a time: what passes between the operations stays in a core's cache
+_BLOCK_BYTES = 1 << 19
 
 
 def pack_fp4(
@@ -269,15 +271,16 @@ def _pack_weight(packed: torch.Tensor, weight: torch.Tensor) -> None:
     flat = weight.view(*lead, num_rows * half)
     for rows, steps, tail in _pieces(num_rows, half):
         tile_rows = min(TILE_ROWS, rows.stop - rows.start)
-        tiles = packed[..., rows, :].unflatten(-2, (-1, tile_rows))
-        words = [
-            _to_words(tiles[..., steps].unflatten(-1, (-1, STEP // 2)))
-            .transpose(-2, -3)
-            .flatten(-3)
-        ]
-        if tail.start < tail.stop:
-            words.append(_to_words(tiles[..., tail]).flatten(-2))
-        flat[..., rows.start * half : rows.stop * half] = torch.cat(words, dim=-1).flatten(-2)
+        size, cut = tile_rows * half, tile_rows * steps.stop
+        source = packed[..., rows, :].unflatten(-2, (-1, tile_rows))
+        target = flat[..., rows.start * half : rows.stop * half].unflatten(-1, (-1, size))
+        count = max(1, _BLOCK_BYTES // size)
+        for tiles, out in zip(source.split(count, -3), target.split(count, -2), strict=True):
+            words = _to_words(tiles[..., steps].unflatten(-1, (-1, STEP // 2)))
+            stepped = out[..., :cut].unflatten(-1, (-1, tile_rows, STEP // 2))
+            stepped.copy_(words.transpose(-2, -3))
+            if tail.start < tail.stop:
+                out[..., cut:] = _to_words(tiles[..., tail]).flatten(-2)
 
 
 def _unpack_weight(weight: torch.Tensor) -> torch.Tensor:
@@ -300,9 +303,11 @@ def _unpack_weight(weight: torch.Tensor) -> torch.Tensor:
 
 def _to_words(packed: torch.Tensor) -> torch.Tensor:
     """Bytes of a step in checkpoint order to its words' bytes, along the last dimension."""
-    # a number is four codes; the copy starts at an even byte, which a view need not
-    copied = packed.clone(memory_format=torch.contiguous_format)
-    first, second = copied.view(torch.int16).chunk(2, dim=-1)
+    # a number is four codes; copies start at an even byte and have no gaps, which views need not
+    first, second = (
+        half.clone(memory_format=torch.contiguous_format).view(torch.int16)
+        for half in packed.chunk(2, dim=-1)
+    )
     # both halves of a word take two signs of each side: of columns 0 and 1, then of 2 and 3
     low = (first & 0x7777) | ((first & 8) << 4) | ((first & 0x80) << 8)
     low |= (second & 8) | ((second & 0x80) << 4)

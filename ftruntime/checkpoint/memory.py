@@ -19,8 +19,8 @@ _QUANTIZED: Final = ("F8_E4M3", "I8")
 _FLOAT: Final = ("BF16", "F32")
 GIB: Final = 1 << 30
 # bytes an element while codes widen, and copies of the codes while they are packed
-_WIDENING: Final = 16
-_PACKING: Final = 6
+_WIDENING: Final = 18
+_PACKING: Final = 3
 # interpreter, libraries, and what allocators hold back
 _FIXED_BYTES: Final = 256 << 20
 
