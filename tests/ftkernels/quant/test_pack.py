@@ -112,6 +112,15 @@ def test_kernels_decode_gives_the_weights(rows, width, gated):
                         assert e4m3(byte | sign[i]) * base_scale == (-value if code & 8 else value)
 
 
+@pytest.mark.parametrize("gated", [False, True])
+def test_more_than_one_block(gated):
+    packed, scale = weights(2, N=64 * 19 + 6, K=2080)
+    assert packed[0].nbytes > 2 * (1 << 19)
+    again = unpack_fp4(*pack_fp4(packed, scale, gated=gated), gated=gated)
+    assert torch.equal(again[0], packed)
+    assert torch.equal(again[1], scale)
+
+
 def test_unfolded_metadata_is_the_scale_bytes_by_column():
     packed, scale = weights(2, N=6, K=96, low=0, high=256)
     _, meta = pack_fp4(packed, scale, fold=False)
@@ -237,12 +246,22 @@ def test_unpack_refusals(args, kwargs, kind, text):
             op(*args, **kwargs)
 
 
-def test_a_view_at_an_odd_byte_packs_to_the_same():
-    packed, scale = weights(N=64, K=64)
+@pytest.mark.parametrize("rows", [1, 64])
+def test_a_view_at_an_odd_byte_packs_to_the_same(rows):
+    packed, scale = weights(N=rows, K=64)
     room = torch.empty(packed.numel() + 1, dtype=torch.uint8)
     odd = room[1:].view(packed.shape).copy_(packed)
     for mine, expected in zip(pack_fp4(odd, scale), pack_fp4(packed, scale), strict=True):
         assert torch.equal(mine, expected)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_more_than_one_block(gated):
+    packed, scale = weights(2, N=64 * 19 + 6, K=2080)
+    assert packed[0].nbytes > 2 * (1 << 19)
+    again = unpack_fp4(*pack_fp4(packed, scale, gated=gated), gated=gated)
+    assert torch.equal(again[0], packed)
+    assert torch.equal(again[1], scale)
 
 
 def test_unfolded_metadata_is_the_scale_bytes_of_the_other_form():
