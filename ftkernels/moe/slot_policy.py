@@ -13,10 +13,12 @@ from collections.abc import Callable, Iterable
 from typing import Protocol
 
 # decode steps after which a use counts half: few where favourites change, many where they stay
-HALF_LIVES = (16.0, 32.0, 128.0, 512.0)
-# share of layers whose uses choose among them, and how much of the last steps' verdict is kept
+HALF_LIVES = (16.0, 32.0, 64.0, 256.0)
+# one layer in so many is watched to choose among them, and how much of a step's verdict is kept
 WATCHED_LAYERS = 4
 VERDICT_DECAY = 0.98
+# seldom used experts, which decide about misses, need longer than the favourites that weigh most
+VERDICT_MARGIN = 0.95
 
 
 class SlotPolicy(Protocol):
@@ -205,9 +207,10 @@ class ScanResistant:
 
 
 class _HalfLife:
-    """The half-life whose decayed counts, taken before a step, point best at what the step uses.
+    """The longest half-life whose decayed counts, taken before a step, point at what the step uses
+    about as well as any.
 
-    The measure is the cosine between the counts of all keys and the step's uses (1 or 0), averaged
+    The measure is the cosine between the counts of all keys and the step's uses (1 or 0), faded
     over the last steps; it asks nothing about how large a count must be.
     """
 
@@ -226,7 +229,8 @@ class _HalfLife:
             self._squares[i] *= 4.0 ** (-1 / half_life)
             self._norms[i] = math.sqrt(self._squares[i]) or 1.0
             self._verdicts[i] *= VERDICT_DECAY
-        return HALF_LIVES[self._verdicts.index(max(self._verdicts))]
+        least = VERDICT_MARGIN * max(self._verdicts)
+        return max(h for h, x in zip(HALF_LIVES, self._verdicts, strict=True) if x >= least)
 
     def use(self, key: int) -> None:
         age = self._step - self._last_use[key]
