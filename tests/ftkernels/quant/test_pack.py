@@ -112,15 +112,6 @@ def test_kernels_decode_gives_the_weights(rows, width, gated):
                         assert e4m3(byte | sign[i]) * base_scale == (-value if code & 8 else value)
 
 
-@pytest.mark.parametrize("gated", [False, True])
-def test_more_than_one_block(gated):
-    packed, scale = weights(2, N=64 * 19 + 6, K=2080)
-    assert packed[0].nbytes > 2 * (1 << 19)
-    again = unpack_fp4(*pack_fp4(packed, scale, gated=gated), gated=gated)
-    assert torch.equal(again[0], packed)
-    assert torch.equal(again[1], scale)
-
-
 def test_unfolded_metadata_is_the_scale_bytes_by_column():
     packed, scale = weights(2, N=6, K=96, low=0, high=256)
     _, meta = pack_fp4(packed, scale, fold=False)
