@@ -3,7 +3,8 @@
 Two adapters, a few lines each; neither copies a pool. `BlockTables` is for engines that keep block
 tables, with blocks of any size and any stride. `SlotLists` is for engines that name the rows of a
 query one by one, as sparse-MLA engines do. Below them stands a toy engine, whose every result is
-compared with attention in fp64 over rows that it gathers by itself.
+compared with attention in fp64 over rows that it gathers by itself. MoE layers: see
+`experts_in_host_memory.py`.
 
     .venv/bin/python examples/attach_to_your_engine.py [--device cuda]
 """

@@ -93,6 +93,10 @@ class ScanResistant:
 
     A use counts half after a half-life, and an evicted key keeps its count. A prefill sweep streams
     through as few slots as it has in use at a time, and what stays is read in place by every sweep.
+
+    Simulated (`bench_kernels/README.md`), half of all experts resident: 58 sweeps cost the decode
+    steps behind them 0.2 points of hits, LRU's 9, and hit 47 % themselves, LRU's 0; S3-FIFO and 2Q
+    lose 3. Where popularity stays, decode hits 83 % against 78 to 81 % of all of these.
     """
 
     def __init__(self, num_layers: int, num_experts: int, num_slots: int) -> None:
