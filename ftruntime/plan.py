@@ -92,6 +92,7 @@ class Plan:
 
     def scheduler_limits(self, config: RuntimeConfig, shape: ModelConfig) -> SchedulerLimits:
         """The part of the plan that the scheduler works with."""
+        gap_ms = config.max_decode_gap_ms
         return SchedulerLimits(
             num_pages=self.num_pages,
             window_pages=self.window_pages,
@@ -100,6 +101,8 @@ class Plan:
             max_model_len=self.max_model_len,
             num_layers=shape.num_hidden_layers,
             decode_interleave_every=config.decode_interleave_every,
+            max_decode_gap_s=None if gap_ms is None else gap_ms / 1e3,
+            prefill_layer_groups=config.prefill_layer_groups,
             max_waiting_requests=self.max_waiting_requests,
             max_waiting_tokens=self.max_waiting_tokens,
             eos_token_ids=shape.eos_token_ids,

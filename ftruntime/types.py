@@ -165,6 +165,8 @@ class SchedulerLimits:
     max_model_len: int  # prompt + output of one request
     num_layers: int
     decode_interleave_every: int | None = None
+    max_decode_gap_s: float | None = None
+    prefill_layer_groups: int | None = None
     max_waiting_requests: int = 256
     max_waiting_tokens: int = 1 << 62
     eos_token_ids: tuple[int, ...] = ()
