@@ -189,8 +189,8 @@ class ExpertCache:
     def prefetch(self, layer: int, expert_ids: Sequence[int] | torch.Tensor) -> None:
         """Hint that a step may soon use these experts.
 
-        Never waits, never takes a slot that is in use, in flight or still read by a kernel; what
-        does not fit is dropped. At most twice as many hints are in flight as experts of the largest
+        Never waits, never takes a slot that is in use, in flight or still read by a kernel, nor any
+        but a free one in a step once `lookup` was called; what does not fit is dropped. At most twice as many hints are in flight as experts of the largest
         call of the open step and of the last one of its phase, and 16 where those were few.
 
         Args:
@@ -211,12 +211,13 @@ class ExpertCache:
         width = max(_LEAST_WIDTH, self._width[self._phase], self._step.width if self._step else 0)
         misses = [e for e in experts if self._map.slot(base + e) < 0]
         misses = misses[: max(0, 2 * width - moves.hints_in_flight)]
+        if self._step is not None and self._table.is_read:
+            # a replay may read whatever the table names, so nobody gives way
+            misses = misses[: self._map.num_free]
         wanted = {base + e for e in experts}
 
         def is_spare(key: int) -> bool:
-            # a replay may read whatever the table names
-            read = self._step is not None and self._table.is_read and self._table.is_published(key)
-            return key not in wanted and not read and moves.is_idle(key)
+            return key not in wanted and moves.is_idle(key)
 
         moves.bring(layer, misses, self._phase, hint=True, spare=is_spare)
 

@@ -36,6 +36,10 @@ class SlotMap:
         self._free = list(range(num_slots - 1, -1, -1))
         self._hints: set[int] = set()
 
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
     def slot(self, key: int) -> int:
         """Where ``key`` sits, -1 when it is not resident."""
         return self._slot_of[key]

@@ -152,6 +152,8 @@ class CacheModel:
         return flight
 
     def victim(self, asked: Set[int], must: bool) -> int | None:
+        if not must and self.is_read and self.in_step:
+            return None  # a replay may read whatever the table names
         flying = {k for flight in self.flights for k in flight.keys}
         for key in self.order:
             slot = self.where[key]
@@ -159,7 +161,7 @@ class CacheModel:
                 continue
             read = self.is_read and key in self.published
             last = max(self.last_use[slot], self.table_mark if read else 0)
-            if must or (last <= self.fake.computed and not (read and self.in_step)):
+            if must or last <= self.fake.computed:
                 return key
         return None
 
