@@ -189,8 +189,8 @@ class ExpertCache:
     def prefetch(self, layer: int, expert_ids: Sequence[int] | torch.Tensor) -> None:
         """Hint that a step may soon use these experts.
 
-        Never waits, never takes a slot that is in use, in flight or still read by a kernel, and in a
-        step none but a free one once `lookup` was called; what does not fit is dropped. At most
+        Never waits, never takes a slot that is in use, in flight or still read by a kernel, nor, in
+        a step after the first `lookup`, any but a free one; what does not fit is dropped. At most
         twice as many hints are in flight as experts of the largest call of the open step and of the
         last one of its phase, and 16 where those were few.
 
