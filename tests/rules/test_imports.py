@@ -18,13 +18,13 @@ import pytest
 ROOT = Path(__file__).parents[2]
 OURS = ("ftkernels", "ftruntime", "autotune", "bench_kernels", "tests")
 
-# third-party packages of each of ours; ftruntime's are those of the extra `serve`
+# third-party packages of each of ours; ftruntime's are those of its extras
 THIRD_PARTY = {
     "ftkernels": {"torch", "triton", "numpy", "einops"},
     "autotune": {"torch", "triton", "numpy", "click", "rich"},
     "ftruntime": {
         "torch", "numpy", "safetensors", "pynvml", "tokenizers", "fastapi", "starlette", "uvicorn",
-        "pydantic", "pydantic_core", "prometheus_client", "click", "rich", "msgspec",
+        "pydantic", "pydantic_core", "prometheus_client", "click", "rich", "msgspec", "matplotlib",
     },
 }  # fmt: skip
 FIRST_PARTY = {

@@ -1,0 +1,62 @@
+"""Plot of a token timeline: how many tokens each stream had at each moment."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from ftruntime.demo_cache import DISTRIBUTION
+from ftruntime.flags import refuse
+
+SUFFIXES = (".png", ".svg", ".pdf")
+
+
+def check_drawable(path: Path) -> None:
+    """Refuse what `draw` could not do, before the run whose result it would draw.
+
+    Raises:
+        ValueError: matplotlib is not installed, or the file name says no known format.
+    """
+    if path.suffix.lower() not in SUFFIXES:
+        refuse("plot", path, f"a file name that ends in {', '.join(SUFFIXES)}")
+    try:
+        import matplotlib  # noqa: F401
+    except ModuleNotFoundError as error:
+        sentence = f"{error.name} is not installed, expected: pip install '{DISTRIBUTION}[bench]'"
+        raise ValueError(sentence) from error
+
+
+def draw(
+    path: Path,
+    series: Mapping[str, Sequence[float]],
+    title: str,
+    *,
+    spans: Mapping[str, tuple[float, float]] | None = None,
+) -> None:
+    """Write the plot to `path`; the suffix (png, svg, pdf) chooses the format.
+
+    Args:
+        series: for each stream, the times in seconds at which a token of it arrived, rising. A
+            stream that stands still is a level line.
+        title: above the plot; says whether the times are measured or simulated.
+        spans: named stretches of time in seconds, shaded; a prompt that is being prefilled.
+
+    Raises:
+        ValueError: as `check_drawable`.
+        OSError: the file cannot be written.
+    """
+    check_drawable(path)
+    # the object interface: pyplot would look for a display
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    for number, (name, (start_s, end_s)) in enumerate((spans or {}).items()):
+        axes.axvspan(start_s, end_s, alpha=0.15, color=f"C{number + len(series)}", label=name)
+    for name, times in series.items():
+        axes.step(list(times), range(1, len(times) + 1), where="post", label=name)
+    axes.set(title=title, xlabel="time (s)", ylabel="tokens received")
+    axes.grid(alpha=0.3)
+    if series or spans:
+        axes.legend()
+    figure.savefig(path)
