@@ -1,5 +1,5 @@
-"""The command-line options of `serve` and `inspect`, generated from the fields of
-`RuntimeConfig`.
+"""Command-line options generated from the fields of a settings dataclass, such as those of `serve`
+and `inspect` from `RuntimeConfig`.
 """
 
 from __future__ import annotations
@@ -17,12 +17,35 @@ _METAVARS: Final = {"int": "N", "float": "F", "str": "TEXT"}
 
 
 def flag_options(command: _Command) -> _Command:
-    """Add every flag to a click command. Values arrive as words: the dataclass converts and checks
-    them.
+    """Add every flag of `serve` to a click command."""
+    return options(flag_specs())(command)
+
+
+def options(specs: Mapping[str, FlagSpec]) -> Callable[[_Command], _Command]:
+    """Add one option a flag to a click command. Values arrive as words: the dataclass converts and
+    checks them.
     """
-    for name, spec in reversed(flag_specs().items()):
-        command = _option(name, spec)(command)
-    return command
+
+    def add(command: _Command) -> _Command:
+        for name, spec in reversed(list(specs.items())):
+            command = _option(name, spec)(command)
+        return command
+
+    return add
+
+
+def given_values(
+    params: Mapping[str, str | bool | None], specs: Mapping[str, FlagSpec]
+) -> dict[str, object]:
+    """What was given of these flags, as keywords of their dataclass."""
+    given: dict[str, object] = {}
+    for name, spec in specs.items():
+        value = params[name]
+        if isinstance(value, str):
+            given[name] = parse(value, spec)
+        elif value:
+            given[name] = True
+    return given
 
 
 def _option(name: str, spec: FlagSpec) -> Callable[[_Command], _Command]:
@@ -41,13 +64,7 @@ def read_config(params: Mapping[str, str | bool | None], positional: str | None)
     Raises:
         ValueError: as `RuntimeConfig`; also two different models.
     """
-    given: dict[str, object] = {}
-    for name, spec in flag_specs().items():
-        value = params[name]
-        if isinstance(value, str):
-            given[name] = parse(value, spec)
-        elif value:
-            given[name] = True
+    given = given_values(params, flag_specs())
     if positional is not None:
         named = given.setdefault("model", positional)
         if named != positional:

@@ -24,7 +24,8 @@ THIRD_PARTY = {
     "autotune": {"torch", "triton", "numpy", "click", "rich"},
     "ftruntime": {
         "torch", "numpy", "safetensors", "pynvml", "tokenizers", "fastapi", "starlette", "uvicorn",
-        "pydantic", "pydantic_core", "prometheus_client", "click", "rich", "msgspec", "matplotlib",
+        "pydantic", "pydantic_core", "prometheus_client", "click", "rich", "msgspec", "httpx",
+        "matplotlib",
     },
 }  # fmt: skip
 FIRST_PARTY = {
