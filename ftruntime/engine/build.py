@@ -66,7 +66,7 @@ def build_engine(config: RuntimeConfig, progress: Progress) -> EngineLoop:
     return EngineLoop(
         Scheduler(plan.scheduler_limits(config, shape)), executor, MonotonicClock(),
         info=_info(plan, shape, directory), decode_log_interval=config.decode_log_interval,
-        extra_stats=lambda: {"experts": experts.stats()},
+        extra_stats=lambda: {"policy": _policy(config), "experts": experts.stats()},
     )  # fmt: skip
 
 
@@ -137,6 +137,12 @@ def _warm_up(executor: DeviceExecutor, plan: Plan) -> None:
     executor.execute(StepPlan(0, "prefill", (first,), layers))
     second = SeqPlan(row, "warm-up", length, (0,), sample=spec)
     executor.execute(StepPlan(1, "decode", (second,), layers))
+
+
+def _policy(config: RuntimeConfig) -> dict[str, object]:
+    """How prefill and decode share steps, as asked for."""
+    names = ("decode_interleave_every", "max_decode_gap_ms", "prefill_layer_groups")
+    return {name: getattr(config, name) for name in names}
 
 
 def _info(plan: Plan, shape: ModelConfig, directory: Path) -> dict[str, object]:
