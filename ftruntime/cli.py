@@ -1,4 +1,4 @@
-"""The ``ftruntime`` command: serve, inspect, make-demo.
+"""The ``ftruntime`` command: serve, inspect, simulate, bench-stall, make-demo.
 
 Data goes to stdout, logs and refusals to stderr. Exit codes: 0 fine, 1 failed, 2 a wrong command
 line. Every refusal is one sentence. Heavy imports wait until the command line is known to be right.
@@ -6,6 +6,7 @@ line. Every refusal is one sentence. Heavy imports wait until the command line i
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import json
@@ -22,13 +23,17 @@ import click
 
 from ftruntime import inspect as inspection
 from ftruntime import log
+from ftruntime import simulate as simulation
+from ftruntime.bench.report import print_table
+from ftruntime.bench.settings import BenchError, StallSettings, stall_specs
 from ftruntime.config import RuntimeConfig, check_servable, inactive_flags
 from ftruntime.demo_cache import DISTRIBUTION, ensure_demo, version
 from ftruntime.facts import probe
 from ftruntime.flags import FlagSpec, checked, flag_name, parse
 from ftruntime.model.config import ModelConfig
-from ftruntime.options import flag_options, read_config
+from ftruntime.options import flag_options, given_values, options, read_config
 from ftruntime.plan import NotEnoughMemoryError, Plan, resolve
+from ftruntime.timeline import check_drawable
 
 _FAILED, _USAGE, _INTERRUPTED = 1, 2, 130
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -219,6 +224,63 @@ def inspect(
         click.echo(json.dumps(values))
     else:
         inspection.print_table(values, plan, sys.stdout)
+
+
+@main.command()
+@click.option("--json", "as_json", is_flag=True, help="One JSON value instead of a table.")
+@simulation.simulate_options
+@flag_options
+def simulate(as_json: bool, **params: str | bool | None) -> None:
+    """Run the scheduler against modelled step times: a long prompt beside a running stream, or a
+    trace of many clients. Needs no GPU and no weights.
+    """
+    log.setup("warning")
+    with _refusals(_USAGE):
+        experiment = simulation.prepare(params)
+    _log_lines((), experiment.plan.warnings)
+    with _refusals(_FAILED), _progress("simulating") as progress:
+        reports = simulation.run(experiment, progress)
+    if as_json:
+        click.echo(json.dumps(reports if len(reports) > 1 else reports[0]))
+    else:
+        simulation.print_reports(experiment, reports, sys.stdout)
+
+
+@main.command("bench-stall")
+@click.option("--json", "as_json", is_flag=True, help="One JSON value instead of a table.")
+@click.option(
+    "--plot", metavar="FILE", type=click.Path(path_type=Path),
+    help="Draw the tokens of every victim over time (png, svg or pdf).",
+)  # fmt: skip
+@options(stall_specs())
+def bench_stall(as_json: bool, plot: Path | None, **params: str | bool | None) -> None:
+    """Measure over HTTP how long running streams wait while a long prompt is prefilled.
+
+    Works with any OpenAI-compatible server. Victims stream alone first; then they stream again, and
+    --attack-after seconds later a long prompt arrives that asks for 3 tokens. Waits are between
+    consecutive received pieces. The server should have nothing else to do.
+    """
+    with _refusals(_USAGE):
+        settings = StallSettings(**given_values(params, stall_specs()))  # type: ignore[arg-type]
+        if plot is not None:
+            check_drawable(plot)
+    log.setup()
+    try:
+        from ftruntime.bench import stall
+    except ModuleNotFoundError as error:
+        sentence = f"{error.name} is not installed, expected: pip install '{DISTRIBUTION}[bench]'"
+        raise Failure(sentence, _FAILED) from error
+    try:
+        result = asyncio.run(stall.run_stall(settings))
+    except BenchError as error:
+        raise Failure(str(error), _FAILED) from error
+    if as_json:
+        click.echo(json.dumps(result.report.to_dict()))
+    else:
+        print_table(result.report, stall.caption(settings, result), sys.stdout)
+    if plot is not None:
+        with _refusals(_FAILED):
+            stall.plot(plot, settings, result)
 
 
 @main.command("make-demo")

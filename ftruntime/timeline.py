@@ -18,7 +18,7 @@ def check_drawable(path: Path) -> None:
         ValueError: matplotlib is not installed, or the file name says no known format.
     """
     if path.suffix.lower() not in SUFFIXES:
-        refuse("plot", path, f"a file name that ends in {', '.join(SUFFIXES)}")
+        refuse("plot", str(path), f"a file name that ends in {', '.join(SUFFIXES)}")
     try:
         import matplotlib  # noqa: F401
     except ModuleNotFoundError as error:

@@ -1,0 +1,167 @@
+"""Traces of many clients: arrival processes, length distributions, replay of a file.
+
+Words of the command line:
+
+- arrivals: `poisson:RATE` and `uniform:RATE` (requests a second), `burst:SIZE:PERIOD` (SIZE
+  requests at once, every PERIOD seconds);
+- lengths: `fixed:N`, `uniform:LOW:HIGH` (both included), `lognormal:MEDIAN:SIGMA`; whole tokens in
+  [1, 10 million].
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from pathlib import Path
+from random import Random
+
+from ftruntime.flags import refuse
+from ftruntime.sim.run import Arrival
+from ftruntime.types import PAGE_TOKENS
+
+MAX_TOKENS = 10_000_000
+"""Longest prompt or output of a trace; far above any context, so that the server refuses it."""
+_ARRIVALS = "poisson:RATE or uniform:RATE above 0 a second, or burst:SIZE:PERIOD with SIZE >= 1"
+_LENGTHS = "fixed:N, uniform:LOW:HIGH or lognormal:MEDIAN:SIGMA in tokens, SIGMA in [0, 5]"
+
+
+@dataclass(frozen=True)
+class TraceSpec:
+    """A random trace; the same seed gives the same requests."""
+
+    num_requests: int
+    arrivals: str
+    prompt_lengths: str
+    output_lengths: str
+    seed: int
+
+
+def make_trace(spec: TraceSpec) -> list[Arrival]:
+    """Draw the requests of a trace.
+
+    Raises:
+        ValueError: words that name no process or distribution.
+    """
+    # streams of their own: lengths stay the same when the arrivals change
+    prompt, output = Random(f"prompt {spec.seed}"), Random(f"output {spec.seed}")
+    draw_prompt = _lengths("prompt_lengths", spec.prompt_lengths)
+    draw_output = _lengths("output_lengths", spec.output_lengths)
+    times = _times(spec.arrivals, Random(f"arrivals {spec.seed}"))
+    return [
+        Arrival(f"client-{number}", next(times), draw_prompt(prompt), draw_output(output))
+        for number in range(spec.num_requests)
+    ]
+
+
+def victim_and_attacker(
+    *, victim_tokens: int, prompt_tokens: int, attack_after_s: float, prefill_s: float
+) -> list[Arrival]:
+    """A stream that decodes from time 0, and a long prompt that arrives beside it.
+
+    The victim's own prompt, one page, is prefilled before time 0: its first token comes at 0 and
+    `victim_tokens` follow. The attacker asks for 3 tokens.
+
+    Args:
+        prefill_s: seconds that the prefill of the victim's page takes.
+    """
+    return [
+        Arrival("victim", -prefill_s, PAGE_TOKENS, victim_tokens + 1),
+        Arrival("attacker", attack_after_s, prompt_tokens, 3),
+    ]
+
+
+def read_trace(path: Path) -> list[Arrival]:
+    """Requests of a JSONL file, `{"arrival_s", "prompt_tokens", "max_tokens"}` a line.
+
+    Raises:
+        ValueError: a line that is no such object; names the line.
+        OSError: the file cannot be read.
+    """
+    arrivals: list[Arrival] = []
+    lines = path.read_text(encoding="utf-8").splitlines()
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            arrival_s, prompt_tokens, max_tokens = _record(line, f"{path}:{number}")
+            name = f"client-{len(arrivals)}"
+            arrivals.append(Arrival(name, arrival_s, prompt_tokens, max_tokens))
+    if not arrivals:
+        refuse("trace", path, "a file with at least one request")
+    return arrivals
+
+
+def _record(line: str, place: str) -> tuple[float, int, int]:
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError:
+        record = None
+    if not isinstance(record, dict):
+        raise ValueError(f"{place} is {line[:60]!r}, expected a JSON object")
+    time_s: object = record.get("arrival_s")
+    if not isinstance(time_s, int | float) or isinstance(time_s, bool) or not 0 <= time_s < 2**40:
+        raise ValueError(f"{place}: arrival_s is {time_s!r}, expected seconds in [0, 2^40)")
+    return (
+        float(time_s),
+        _count(record, "prompt_tokens", place),
+        _count(record, "max_tokens", place),
+    )
+
+
+def _count(record: Mapping[str, object], name: str, place: str) -> int:
+    value = record.get(name)
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_TOKENS:
+        raise ValueError(f"{place}: {name} is {value!r}, expected an integer in [1, {MAX_TOKENS}]")
+    return value
+
+
+def _times(text: str, random: Random) -> Iterator[float]:
+    kind, numbers = _split("arrivals", text, _ARRIVALS)
+    times: Iterator[float] | None = None
+    match kind, numbers:
+        case "poisson", [rate] if rate > 0:
+            times = _running_sum(lambda: random.expovariate(rate))
+        case "uniform", [rate] if rate > 0:
+            times = _running_sum(lambda: 1 / rate)
+        case "burst", [size, period] if size >= 1 and size == int(size) and period >= 0:
+            times = (index // int(size) * period for index in count())
+    if times is None:
+        refuse("arrivals", text, _ARRIVALS)
+    return times
+
+
+def _running_sum(step: Callable[[], float]) -> Iterator[float]:
+    """From 0 on, one step at a time."""
+    time_s = 0.0
+    while True:
+        yield time_s
+        time_s += step()
+
+
+def _lengths(name: str, text: str) -> Callable[[Random], int]:
+    kind, numbers = _split(name, text, _LENGTHS)
+    whole = all(number == int(number) for number in numbers)
+    draw: Callable[[Random], float] | None = None
+    match kind, numbers:
+        case "fixed", [length] if whole and 1 <= length <= MAX_TOKENS:
+            draw = partial(Random.randint, a=int(length), b=int(length))
+        case "uniform", [low, high] if whole and 1 <= low <= high <= MAX_TOKENS:
+            draw = partial(Random.randint, a=int(low), b=int(high))
+        case "lognormal", [median, sigma] if 1 <= median <= MAX_TOKENS and 0 <= sigma <= 5:
+            draw = partial(Random.lognormvariate, mu=math.log(median), sigma=sigma)
+    if draw is None:
+        refuse(name, text, _LENGTHS)
+    return lambda random: min(MAX_TOKENS, max(1, round(draw(random))))
+
+
+def _split(name: str, text: str, expected: str) -> tuple[str, list[float]]:
+    kind, *words = text.split(":")
+    try:
+        numbers = [float(word) for word in words]
+    except ValueError:
+        refuse(name, text, expected)
+    if not all(math.isfinite(number) and number < 2**40 for number in numbers):
+        refuse(name, text, expected)
+    return kind, numbers
