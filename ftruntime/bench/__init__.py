@@ -1,0 +1,1 @@
+"""Experiments over HTTP against a running server, ours or another."""
