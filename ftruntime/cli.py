@@ -33,6 +33,7 @@ from ftruntime.flags import FlagSpec, checked, flag_name, parse
 from ftruntime.model.config import ModelConfig
 from ftruntime.options import flag_options, given_values, options, read_config
 from ftruntime.plan import NotEnoughMemoryError, Plan, resolve
+from ftruntime.sim.settings import prepare, simulate_specs
 from ftruntime.timeline import check_drawable
 
 _FAILED, _USAGE, _INTERRUPTED = 1, 2, 130
@@ -228,15 +229,15 @@ def inspect(
 
 @main.command()
 @click.option("--json", "as_json", is_flag=True, help="One JSON value instead of a table.")
-@simulation.simulate_options
+@options(simulate_specs())
 @flag_options
 def simulate(as_json: bool, **params: str | bool | None) -> None:
     """Run the scheduler against modelled step times: a long prompt beside a running stream, or a
-    trace of many clients. Needs no GPU and no weights.
+    trace of many clients. Needs no GPU and no weights. A flag of `serve` overrides the preset's.
     """
     log.setup("warning")
     with _refusals(_USAGE):
-        experiment = simulation.prepare(params)
+        experiment = prepare(params)
     _log_lines((), experiment.plan.warnings)
     with _refusals(_FAILED), _progress("simulating") as progress:
         reports = simulation.run(experiment, progress)
