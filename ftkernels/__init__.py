@@ -9,6 +9,9 @@ from ftkernels.attention.compressor import (
     compress_kv, compress_kv_reference, compressor_state_shape,
 )  # fmt: skip
 from ftkernels.attention.decode import mla_decode, mla_decode_reference
+from ftkernels.attention.edges import (
+    load_carry, load_carry_reference, save_carry, save_carry_reference,
+)  # fmt: skip
 from ftkernels.attention.index_query import index_query, index_query_reference
 from ftkernels.attention.indexer import index_select, index_select_reference
 from ftkernels.attention.kv_store import (
@@ -75,8 +78,8 @@ __all__ = [
     "grouped_linear_reference", "hadamard", "hadamard_reference", "hc_head", "hc_head_reference",
     "hc_post", "hc_post_pre", "hc_post_pre_reference", "hc_post_reference", "hc_pre",
     "hc_pre_reference", "index_query", "index_query_reference", "index_select",
-    "index_select_reference", "library", "linear", "linear_reference", "load_kv",
-    "load_kv_reference",
+    "index_select_reference", "library", "linear", "linear_reference",
+    "load_carry", "load_carry_reference", "load_kv", "load_kv_reference",
     "merge_splits", "merge_splits_reference", "mixed_linear", "mixed_linear_reference",
     "mla_decode", "mla_decode_reference", "mla_prefill",
     "mla_prefill_reference", "moe_align", "moe_align_reference", "moe_combine",
@@ -86,7 +89,8 @@ __all__ = [
     "quantize_fp4_reference", "quantize_fp8", "quantize_fp8_reference", "registry", "rms_norm",
     "rms_norm_reference", "rope_tables", "rope_tables_reference", "route_hash",
     "route_hash_reference", "route_topk", "route_topk_reference", "sample", "sample_reference",
-    "scratch_bytes", "store_kv", "store_kv_reference", "swiglu_clamp",
+    "save_carry", "save_carry_reference", "scratch_bytes", "store_kv", "store_kv_reference",
+    "swiglu_clamp",
     "swiglu_clamp_reference", "top_logprobs", "top_logprobs_reference",
     "unpack_fp4", "unpack_fp4_reference",
 ]  # fmt: skip

@@ -31,6 +31,8 @@ _WRITTEN: Mapping[str, tuple[str, ...]] = {
     "store_kv": ("pool",),
     "compress_kv": ("state", "pool"),
     "append_kv": ("window_kv", "state", "cmp_kv"),
+    "save_carry": ("edges",),
+    "load_carry": ("state",),
 }
 _ALWAYS_WRITTEN = ("out", "scratch", "routed_out")
 _TYPES: Mapping[object, str] = {
