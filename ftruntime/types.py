@@ -167,6 +167,7 @@ class SchedulerLimits:
     decode_interleave_every: int | None = None
     max_decode_gap_s: float | None = None
     prefill_layer_groups: int | None = None
+    prefix_cache: bool = False  # full pages outlive their requests
     max_waiting_requests: int = 256
     max_waiting_tokens: int = 1 << 62
     eos_token_ids: tuple[int, ...] = ()

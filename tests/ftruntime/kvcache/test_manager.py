@@ -110,7 +110,7 @@ def test_check_sees_a_page_with_two_owners() -> None:
     kv.admit("b", 128)
     kv.extend("a", 1)
     kv.extend("b", 1)
-    kv._sequences["b"].row_pages[0] = kv._sequences["a"].row_pages[0]
+    kv._sequences["b"].own_pages = set(kv._sequences["a"].own_pages)
     with pytest.raises(AssertionError, match="a row page belongs to two sequences"):
         kv.check()
 
