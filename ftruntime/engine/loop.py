@@ -37,8 +37,12 @@ class SchedulerLike(Protocol):
     def submit(self, request: Request) -> None: ...
     def cancel(self, request_id: str) -> TokenEvent | None: ...
     def plan(self, now: float) -> StepPlan | None: ...
-    def commit(self, plan: StepPlan, result: StepResult) -> list[TokenEvent]: ...
-    def fail(self, plan: StepPlan, message: str) -> list[TokenEvent]: ...
+    def commit(
+        self, plan: StepPlan, result: StepResult, now: float | None = None
+    ) -> list[TokenEvent]: ...
+    def fail(
+        self, plan: StepPlan, message: str, now: float | None = None
+    ) -> list[TokenEvent]: ...
     def stats(self) -> Mapping[str, object]: ...
     def check(self) -> None: ...
 
@@ -151,7 +155,9 @@ class EngineLoop:
                 result = self._executor.execute(plan)
             finally:
                 self._step_start_s = None
-            return self._finish(plan, start_s, lambda: self._scheduler.commit(plan, result))
+            return self._finish(
+                plan, start_s, lambda now: self._scheduler.commit(plan, result, now)
+            )
         except Exception as error:
             message = f"the step that ran this request failed with {type(error).__name__}: {error}"
             _logger.exception("step failed index=%d error=%s", plan.index, type(error).__name__)
@@ -160,18 +166,19 @@ class EngineLoop:
         except KeyboardInterrupt:
             self._step_start_s = None
             self._finish(
-                plan, start_s, lambda: self._scheduler.fail(plan, "the step was interrupted")
-            )
+                plan, start_s,
+                lambda now: self._scheduler.fail(plan, "the step was interrupted", now),
+            )  # fmt: skip
             raise
-        return self._finish(plan, start_s, lambda: self._scheduler.fail(plan, message))
+        return self._finish(plan, start_s, lambda now: self._scheduler.fail(plan, message, now))
 
     def _finish(
-        self, plan: StepPlan, start_s: float, settle: Callable[[], list[TokenEvent]]
+        self, plan: StepPlan, start_s: float, settle: Callable[[float], list[TokenEvent]]
     ) -> list[TokenEvent]:
         with self._lock:
-            events = settle()
-            counts = f"running={self._scheduler.num_running} waiting={self._scheduler.num_waiting}"
             end_s = self.clock.now()
+            events = settle(end_s)
+            counts = f"running={self._scheduler.num_running} waiting={self._scheduler.num_waiting}"
             self._log.add(plan, events, start_s, end_s, counts)
             self._progress_s = self._step_end_s = end_s
             self._unchecked = True

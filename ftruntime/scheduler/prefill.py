@@ -13,7 +13,7 @@ prefilled. Every part of a prompt but its last ends on a page edge.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from ftruntime.kvcache.manager import KVManager
 from ftruntime.scheduler.sampling import sample_spec
@@ -70,9 +70,17 @@ class PrefillManager:
         """Whether `build` would return a batch."""
         return self._next() is not None
 
-    def build(self) -> list[tuple[RequestRow, SeqPlan]]:
-        """Fill one chunk: admit, assign pages, plan. Empty when no prompt can go on."""
-        budget = self._chunk_tokens
+    def next_row(self) -> RequestRow | None:
+        """The prompt that goes on, or is admitted next; None when none can."""
+        return self._next()
+
+    def build(self, max_tokens: int | None = None) -> list[tuple[RequestRow, SeqPlan]]:
+        """Fill one chunk: admit, assign pages, plan. Empty when no prompt can go on.
+
+        Args:
+            max_tokens: a smaller chunk, whole pages.
+        """
+        budget = self._chunk_tokens if max_tokens is None else max_tokens
         batch: list[tuple[RequestRow, SeqPlan]] = []
         while (row := self._next()) is not None:
             count = _part_tokens(row, budget)
@@ -94,11 +102,13 @@ class PrefillManager:
         if not self._queue or self._table.num_free_rows == 0:
             return None
         head = next(iter(self._queue.values()))
-        return head if self._kv.can_admit(head.num_reserved_tokens) else None
+        head.num_computed = self._kv.cached_tokens(_reusable(head))
+        return head if self._kv.can_admit(head.num_reserved_tokens, _reusable(head)) else None
 
     def _admit(self, row: RequestRow) -> None:
         self._dequeue(row)
-        self._kv.admit(row.request_id, row.num_reserved_tokens)
+        row.num_cached = self._kv.admit(row.request_id, row.num_reserved_tokens, _reusable(row))
+        row.num_computed = row.num_cached
         self._table.seat(row)
 
     def _dequeue(self, row: RequestRow) -> None:
@@ -122,6 +132,12 @@ class PrefillManager:
             prompt_targets=None if wanted is None else tuple(row.token_ids[start + 1 : end + 1]),
             num_prompt_logprobs=wanted or 0,
         )
+
+
+def _reusable(row: RequestRow) -> Sequence[int]:
+    """Tokens whose pages may be taken from the prefix cache; the prompt's log-probabilities need
+    every position computed."""
+    return () if row.params.prompt_logprobs is not None else row.token_ids
 
 
 def _part_tokens(row: RequestRow, budget: int) -> int:

@@ -2,14 +2,17 @@
 
 One plan is under way at a time. All state changes that a step causes happen in `commit`, except
 that pages and rows are assigned when a step is planned and given back the moment a request ends,
-whatever is under way.
+whatever is under way. Of a chunk that has layer slices to come only the row is: they still write to
+the pages, which come back with the last slice, or once all requests of the chunk have ended.
 """
 
 from __future__ import annotations
 
 from ftruntime.kvcache.manager import KVManager
 from ftruntime.scheduler.admission import check_limits, check_queue, check_request
+from ftruntime.scheduler.chunk import Chunk
 from ftruntime.scheduler.decode import DecodeManager
+from ftruntime.scheduler.pace import Pace
 from ftruntime.scheduler.policy import InterleavePolicy
 from ftruntime.scheduler.prefill import PrefillManager
 from ftruntime.scheduler.sampling import finish_reason
@@ -45,7 +48,9 @@ class Scheduler:
         self._limits = limits
         self._policy = policy or InterleavePolicy(limits.decode_interleave_every)
         self._table = RequestTable(limits.max_running)
-        self._kv = KVManager(limits.num_pages, limits.window_pages)
+        self._kv = KVManager(
+            limits.num_pages, limits.window_pages, prefix_cache=limits.prefix_cache
+        )
         self._prefill = PrefillManager(
             self._table,
             self._kv,
@@ -53,6 +58,9 @@ class Scheduler:
             eos_token_ids=limits.eos_token_ids,
         )
         self._decode = DecodeManager(self._kv, eos_token_ids=limits.eos_token_ids)
+        self._pace = Pace(limits, self._prefill, self._policy)
+        self._chunk: Chunk | None = None  # has layer slices to come
+        self._drop: tuple[int, ...] = ()  # rows of chunks that were given up, for the next plan
         self._under_way: tuple[StepPlan, tuple[RequestRow, ...]] | None = None
         self._next_index = 0
         self._num_steps: dict[StepKind, int] = {"prefill": 0, "decode": 0}
@@ -81,8 +89,8 @@ class Scheduler:
 
     @property
     def has_unfinished_prefill(self) -> bool:
-        """Whether a prompt is partly prefilled, or the head of the queue could be admitted."""
-        return self._prefill.can_run()
+        """Whether a chunk or a prompt is partly prefilled, or the head of the queue could be."""
+        return self._chunk is not None or self._prefill.can_run()
 
     @property
     def request_ids(self) -> tuple[str, ...]:
@@ -109,8 +117,9 @@ class Scheduler:
     def cancel(self, request_id: str) -> TokenEvent | None:
         """End a request now, wherever it is; None when no such request is being served.
 
-        Its pages are free on return. A step that is under way still writes to them, before any step
-        that is planned later; its result is ignored by `commit`.
+        Its pages are free on return, or with its chunk when other requests go on in that. A step
+        that is under way still writes to them, before any step that is planned later; its result is
+        ignored by `commit`.
         """
         row = self._table.get(request_id)
         if row is None:
@@ -132,16 +141,22 @@ class Scheduler:
             raise RuntimeError(
                 f"step {self._under_way[0].index} is under way, expected commit or fail before plan"
             )
-        if self._policy.decode_is_due():
+        if self._pace.decode_first(now, self._chunk, self._num_decodable()):
             step = self._plan_decode()
             if step is not None:
                 return step
         return self._plan_prefill() or self._plan_decode()
 
-    def commit(self, plan: StepPlan, result: StepResult) -> list[TokenEvent]:
+    def commit(
+        self, plan: StepPlan, result: StepResult, now: float | None = None
+    ) -> list[TokenEvent]:
         """Take in what a step produced: advance, finish, give back pages.
 
-        Results of requests that ended meanwhile are ignored.
+        Results of requests that ended meanwhile are ignored. Only the last slice of a chunk has
+        results.
+
+        Args:
+            now: end of the step on the clock of `plan`; without one a gap bound learns nothing.
 
         Raises:
             ValueError: the result is not the plan's; nothing has changed, and the plan can still be
@@ -152,18 +167,27 @@ class Scheduler:
             raise ValueError(f"result.index is {result.index}, expected {plan.index}")
         results = {seq.row: seq for seq in result.seqs}
         live = [(row, seq) for row, seq in zip(rows, plan.seqs, strict=True) if row.live]
+        if plan.layers[1] < self._limits.num_layers:
+            live = []
         for _, seq in live:
             _check_result(seq, results.get(seq.row))
         self._under_way = None
-        events = (self._advance(row, seq, results[seq.row]) for row, seq in live)
-        return [event for event in events if event is not None]
+        advanced = [self._advance(row, seq, results[seq.row]) for row, seq in live]
+        if now is not None:
+            self._pace.ran(plan, now)
+            self._pace.ended(plan.kind, now, self._num_decodable())
+        return [event for event in advanced if event is not None]
 
-    def fail(self, plan: StepPlan, message: str) -> list[TokenEvent]:
+    def fail(self, plan: StepPlan, message: str, now: float | None = None) -> list[TokenEvent]:
         """A step did not happen: its requests end with an error, all others go on."""
         rows = [row for row in self._rows_of(plan) if row.live]
         self._under_way = None
         for row in rows:
             self._end(row)
+        if plan.kind == "prefill" and plan.layers != (0, self._limits.num_layers):
+            self._drop += tuple(seq.row for seq in plan.seqs)
+        if now is not None:
+            self._pace.ended(plan.kind, now, self._num_decodable())
         return [
             TokenEvent(row.request_id, None, finish_reason="error", error=message) for row in rows
         ]
@@ -174,11 +198,12 @@ class Scheduler:
             "num_running": self.num_running,
             "num_waiting": self.num_waiting,
             "used_pages": self._kv.used_pages,
-            "cached_pages": 0,
+            "cached_pages": self._kv.cached_pages,
             "total_pages": self._kv.total_pages,
             "used_window_pages": self._kv.used_window_pages,
             "total_window_pages": self._kv.total_window_pages,
             "interleaved_decode_steps": self._num_interleaved,
+            "prefill_streak": self._policy.streak,
             "prefill_steps": self._num_steps["prefill"],
             "decode_steps": self._num_steps["decode"],
             "retractions": 0,
@@ -194,6 +219,8 @@ class Scheduler:
         self._kv.check()
         self._table.check()
         seated = {row.request_id for row in self._table if row.row != NO_ROW}
+        if self._chunk is not None:
+            seated |= {row.request_id for row in self._chunk.ended}
         if set(self._kv.sequence_ids) != seated:
             raise AssertionError(
                 f"{sorted(self._kv.sequence_ids)} hold pages, {sorted(seated)} hold rows"
@@ -204,12 +231,21 @@ class Scheduler:
                 f"{self.num_waiting} wait"
             )
 
+    def _num_decodable(self) -> int:
+        return len(self._decode.rows) if self._pace.timed else 0
+
     def _plan_prefill(self) -> StepPlan | None:
-        batch = self._prefill.build()
-        if not batch:
-            return None
-        self._policy.prefill_scheduled()
-        return self._step("prefill", batch)
+        chunk, num_rows = self._chunk, self._num_decodable()
+        if chunk is None:
+            batch = self._prefill.build(self._pace.new_chunk_tokens(num_rows))
+            if not batch:
+                return None
+            chunk = Chunk(batch, self._limits.num_layers, self._pace.bounds)
+        layers = chunk.take(self._pace.slice_layers(chunk, num_rows))
+        self._chunk = chunk if chunk.num_left else None
+        if self._chunk is None:
+            self._release(chunk.ended)
+        return self._step("prefill", chunk.batch, layers=layers)
 
     def _plan_decode(self) -> StepPlan | None:
         if not self._decode.can_run:
@@ -218,23 +254,31 @@ class Scheduler:
         self._policy.decode_planned()
         if not batch:
             return None
-        interleaved = self._prefill.can_run()
+        interleaved = self.has_unfinished_prefill
         self._num_interleaved += interleaved
         return self._step("decode", batch, interleaved=interleaved)
 
     def _step(
-        self, kind: StepKind, batch: list[tuple[RequestRow, SeqPlan]], *, interleaved: bool = False
+        self,
+        kind: StepKind,
+        batch: list[tuple[RequestRow, SeqPlan]],
+        *,
+        layers: tuple[int, int] | None = None,
+        interleaved: bool = False,
     ) -> StepPlan:
         plan = StepPlan(
             index=self._next_index,
             kind=kind,
             seqs=tuple(seq for _, seq in batch),
-            layers=(0, self._limits.num_layers),
+            layers=layers or (0, self._limits.num_layers),
             interleaved=interleaved,
+            drop=self._drop,
         )
         self._next_index += 1
         self._num_steps[kind] += 1
         self._under_way = plan, tuple(row for row, _ in batch)
+        self._drop = ()
+        self._pace.planned(plan)
         return plan
 
     def _rows_of(self, plan: StepPlan) -> tuple[RequestRow, ...]:
@@ -245,6 +289,10 @@ class Scheduler:
     def _advance(self, row: RequestRow, seq: SeqPlan, result: SeqResult) -> TokenEvent | None:
         end = seq.start + len(seq.token_ids)
         row.num_computed = end
+        self._kv.keep(
+            row.request_id, row.token_ids, end,
+            prompt_ends=row.status == "prefilling" and seq.sample is not None,
+        )  # fmt: skip
         row.prompt_logprobs.extend(result.prompt_logprobs)
         if seq.sample is None:
             self._kv.trim(row.request_id, end)
@@ -267,6 +315,7 @@ class Scheduler:
             finish_reason=reason,
             logprobs=result.logprobs,
             prompt_logprobs=tuple(row.prompt_logprobs) if first else None,
+            num_cached_tokens=row.num_cached,
         )
 
     def _settle(self, row: RequestRow, end: int, reason: FinishReason | None) -> None:
@@ -280,7 +329,21 @@ class Scheduler:
     def _end(self, row: RequestRow) -> None:
         self._prefill.discard(row)
         self._table.end(row)
-        self._kv.release(row.request_id)
+        if row.row == NO_ROW:
+            return
+        chunk = self._chunk
+        if chunk is None or not chunk.holds(row):
+            self._release([row])
+            return
+        chunk.ended.append(row)
+        if not chunk.live:
+            self._chunk = None
+            self._drop += chunk.rows
+            self._release(chunk.ended)
+
+    def _release(self, rows: list[RequestRow]) -> None:
+        for row in rows:
+            self._kv.release(row.request_id)
 
 
 def _check_result(seq: SeqPlan, result: SeqResult | None) -> None:

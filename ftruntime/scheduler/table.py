@@ -28,6 +28,7 @@ class RequestRow:
     row: int = NO_ROW
     status: RowStatus = "waiting"
     num_computed: int = 0  # tokens whose rows stand in the pools
+    num_cached: int = 0  # of those, tokens that another request had computed before
     planned: bool = False  # some plan has named this row for this request
     output_counts: dict[int, int] = field(default_factory=dict)  # generated token id -> times
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)

@@ -211,6 +211,7 @@ def test_stats_and_properties() -> None:
         "used_window_pages": 2,
         "total_window_pages": 20,
         "interleaved_decode_steps": 1,
+        "prefill_streak": 0,
         "prefill_steps": 2,
         "decode_steps": 1,
         "retractions": 0,
