@@ -85,5 +85,6 @@ def print_table(report: StallReport, caption: str, stream: TextIO) -> None:
 
 def _shown(value: object) -> str:
     if isinstance(value, Mapping):
-        return ", ".join(f"{k}={_shown(v)}" for k, v in value.items())
+        given = [f"{name}={item}" for name, item in value.items() if item is not None]
+        return ", ".join(given) or "unset"
     return "-" if value is None else str(value)

@@ -70,7 +70,9 @@ class StallSettings:
     @property
     def root(self) -> str:
         """The base URL without a slash or ``/v1`` at its end."""
-        return str(self.base_url).rstrip("/").removesuffix("/v1").rstrip("/")
+        parts = urlsplit(str(self.base_url))
+        path = parts.path.rstrip("/").removesuffix("/v1")
+        return f"{parts.scheme}://{parts.netloc}{path}"
 
 
 def stall_specs() -> dict[str, FlagSpec]:
