@@ -78,11 +78,14 @@ def run_clients(
     pending = sorted(arrivals, key=lambda arrival: arrival.arrival_s)
     logs = {arrival.name: ClientLog(arrival) for arrival in pending}
     total = sum(arrival.max_tokens for arrival in pending)
+    # a token id of its own keeps a prompt from sharing pages with another
+    token_ids = {arrival.name: number for number, arrival in enumerate(pending, 1)}
     pending.reverse()
     num_done = 0
     while pending or loop.has_work:
         while pending and pending[-1].arrival_s <= clock.now():
-            num_done += _submit(loop, logs[pending.pop().name])
+            name = pending.pop().name
+            num_done += _submit(loop, logs[name], token_ids[name])
         if not loop.has_work:
             loop.idle()
             if pending:
@@ -101,11 +104,11 @@ def run_clients(
     return logs
 
 
-def _submit(loop: Loop, log: ClientLog) -> int:
+def _submit(loop: Loop, log: ClientLog, token_id: int) -> int:
     """Tokens that will not come because the server refused the request."""
     arrival = log.arrival
     params = SamplingParams(temperature=0.0, max_tokens=arrival.max_tokens, seed=0, ignore_eos=True)
-    prompt = (0,) * arrival.prompt_tokens
+    prompt = (token_id,) * arrival.prompt_tokens
     try:
         loop.submit(Request(arrival.name, prompt, params, arrival.arrival_s))
     except RequestRejectedError as error:

@@ -82,7 +82,7 @@ def read_trace(path: Path) -> list[Arrival]:
         OSError: the file cannot be read.
     """
     arrivals: list[Arrival] = []
-    lines = path.read_text(encoding="utf-8").splitlines()
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     for number, line in enumerate(lines, 1):
         if line.strip():
             arrival_s, prompt_tokens, max_tokens = _record(line, f"{path}:{number}")

@@ -1,0 +1,63 @@
+"""Step costs: expectations are the formula, worked out by hand.
+
+Mutants tried and seen red: context counted to the end of the part, the fixed cost paid once a
+prompt, a slice that costs a whole chunk, a negative number let through.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+
+from ftruntime.sim.cost import SEED_COST, StepCost
+from ftruntime.types import SeqPlan, StepKind, StepPlan
+
+COST = StepCost(2.0, 0.5, 0.25, 0.125)
+
+
+def plan_of(
+    *parts: tuple[int, int], kind: StepKind = "prefill", layers: tuple[int, int] = (0, 4)
+) -> StepPlan:
+    """A step of parts `(start, tokens)` of a model of four layers."""
+    seqs = tuple(
+        SeqPlan(row, f"r{row}", start, (0,) * count) for row, (start, count) in enumerate(parts)
+    )
+    return StepPlan(0, kind, seqs, layers)
+
+
+@pytest.mark.parametrize(
+    ("plan", "seconds"),
+    [
+        (plan_of((0, 10)), 2 + 10 * 0.5),
+        (plan_of((8, 3)), 2 + 3 * (0.5 + 0.25 * 8)),
+        (plan_of((8, 3), (0, 4)), 2 + 3 * (0.5 + 0.25 * 8) + 4 * 0.5),
+        (plan_of((8, 4), layers=(1, 2)), (2 + 4 * (0.5 + 0.25 * 8)) / 4),
+        (plan_of((7, 1), (900, 1), kind="decode"), 0.125),
+    ],
+)
+def test_a_step_costs_what_the_formula_says(plan, seconds):
+    assert COST.step_s(plan, 4) == pytest.approx(seconds, rel=1e-12)
+
+
+def test_slices_add_up_to_their_chunk():
+    edges = [0, 3, 4, 17, 43]
+    slices = [
+        SEED_COST.step_s(plan_of((256, 999), layers=(first, last)), 43)
+        for first, last in pairwise(edges)
+    ]
+    assert sum(slices) == pytest.approx(SEED_COST.prefill_s(999, 256), rel=1e-12)
+
+
+def test_parse():
+    assert StepCost.parse("0.262,0.200e-3,1.08e-9,0.0168") == SEED_COST
+    assert StepCost.parse(str(SEED_COST)) == SEED_COST
+    assert StepCost.parse("0,0,0,0") == StepCost(0, 0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "1,2", "1,2,3,4,5", "1,2,3,x", "1,2,3,-4", "1,nan,3,4", "inf,2,3,4"]
+)
+def test_refusals(text):
+    with pytest.raises(ValueError, match=r"^--cost is .*, expected four numbers >= 0, seconds: "):
+        StepCost.parse(text)

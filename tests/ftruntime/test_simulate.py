@@ -1,0 +1,262 @@
+"""`ftruntime simulate`: the stall experiment against arithmetic on its numbers, and the command.
+
+The expectations are a few lines of arithmetic: chunk costs by the formula, decode steps where the
+policy owes one, sums of both between two decodes. No scheduler code takes part.
+
+Mutants tried and seen red: a decode after N + 1 chunks, a victim that waits for its own prefill, a
+preset that keeps the report's `--decode-interleave-every`, an attacker whose wall begins at 0, a
+serve flag that does not override the preset, the first policy's report printed for all.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from itertools import pairwise
+
+import pytest
+from click.testing import CliRunner, Result
+
+from ftruntime import cli
+
+FIELDS = [
+    "policy", "prefill_chunks", "attacker_wall_s", "victim_wall_s", "victim_tokens",
+    "victim_alone_wall_s", "max_gap_s", "gaps_over_5s", "gaps_over_20s",
+    "interleaved_decode_steps", "victim_tokens_during_prefill",
+]  # fmt: skip
+SEED_COST = (0.262, 0.200e-3, 1.08e-9, 0.0168)
+
+
+def invoke(*words: object) -> Result:
+    return CliRunner().invoke(cli.main, ["simulate", *map(str, words)])
+
+
+def simulate(*words: object) -> dict[str, object]:
+    result = invoke("--json", *words)
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def by_hand(
+    every: int | None = None, *, cost: tuple[float, ...] = SEED_COST, prompt: int = 200_019,
+    chunk: int = 3456, victim: int = 699, attack_after: float = 6.0,
+) -> dict[str, object]:  # fmt: skip
+    """The experiment for a victim that outlives the prefill: its token times, one after another."""
+    a, b, d, decode = cost
+    chunks = [
+        a + min(chunk, prompt - x) * (b + d * x) for x in range(0, prompt, chunk)
+    ]  # fmt: skip
+    # the step under way when the prompt arrives is a decode
+    num_before = max(1, math.ceil(attack_after / decode)) if attack_after else 0
+    times = [number * decode for number in range(num_before + 1)]
+    begin = now = times[-1]
+    for done, seconds in enumerate(chunks, 1):
+        now += seconds
+        if every is not None and done % every == 0 and done < len(chunks):
+            now += decode
+            times.append(now)
+    end, during = now, len(times) - num_before - 1
+    while len(times) <= victim:
+        now += decode
+        times.append(now)
+    gaps = [late - early for early, late in pairwise(times)]
+    assert times[num_before] == begin
+    return {
+        "prefill_chunks": len(chunks),
+        "attacker_wall_s": end + 2 * decode - attack_after,
+        "victim_wall_s": times[-1],
+        "victim_tokens": victim,
+        "victim_alone_wall_s": victim * decode,
+        "max_gap_s": max(gaps),
+        "gaps_over_5s": sum(gap > 5 for gap in gaps),
+        "gaps_over_20s": sum(gap > 20 for gap in gaps),
+        "interleaved_decode_steps": during,
+        "victim_tokens_during_prefill": during,
+    }
+
+
+def without_policy(report: dict[str, object]) -> dict[str, object]:
+    return {name: value for name, value in report.items() if name != "policy"}
+
+
+@pytest.fixture(scope="module")
+def table() -> dict[int | None, dict[str, object]]:
+    """The preset's reports by N, from one command."""
+    result = CliRunner().invoke(cli.main, ["simulate", "--json", "--table", "1,2,4,8,16"])
+    assert result.exit_code == 0, result.output
+    return {
+        report["policy"]["decode_interleave_every"]: report for report in json.loads(result.stdout)
+    }
+
+
+@pytest.mark.parametrize("every", [None, 1, 2, 4, 8, 16])
+def test_the_preset_is_what_arithmetic_says(table, every):
+    assert list(table[every]) == FIELDS
+    assert without_policy(table[every]) == pytest.approx(by_hand(every), abs=1e-5)
+
+
+def test_unset_freezes_the_victim_once(table):
+    report = table[None]
+    assert report["prefill_chunks"] == 58
+    assert report["gaps_over_20s"] == report["gaps_over_5s"] == 1
+    assert report["max_gap_s"] == pytest.approx(76.4, abs=0.5)
+    assert report["victim_wall_s"] == pytest.approx(88.2, abs=0.5)
+    assert report["interleaved_decode_steps"] == 0
+    assert report["policy"] == {
+        "decode_interleave_every": None, "max_decode_gap_ms": None, "prefill_layer_groups": None,
+        "chunk_tokens": 3456,
+    }  # fmt: skip
+
+
+def test_eight_lets_seven_decodes_through(table):
+    report, unset = table[8], table[None]
+    assert report["interleaved_decode_steps"] == report["gaps_over_5s"] == 7
+    assert report["max_gap_s"] == pytest.approx(12.96, abs=0.1)
+    for name in ("victim_wall_s", "attacker_wall_s"):
+        assert report[name] == pytest.approx(unset[name], abs=0.5)
+
+
+def test_one_run_is_the_same_as_its_column(table):
+    assert simulate("--preset", "seed", "--decode-interleave-every", 8) == table[8]
+
+
+def test_another_cost_by_hand():
+    # chunks of 3456, 3456 and 3088 tokens: 4.456 + 4.456 + 4.088 = 13 s. The victim decodes at 1.1
+    # when the prompt of 1.05 begins
+    words = ("--cost", "1,0.001,0,0.1", "--prompt-tokens", 10_000, "--victim-tokens", 50,
+             "--attack-after", 1.05)  # fmt: skip
+    unset, one = simulate(*words), simulate(*words, "--decode-interleave-every", 1)
+    assert unset["prefill_chunks"] == one["prefill_chunks"] == 3
+    assert unset["attacker_wall_s"] == pytest.approx(0.05 + 13 + 0.2)
+    assert one["attacker_wall_s"] == pytest.approx(0.05 + 13 + 0.2 + 0.2)
+    assert unset["victim_wall_s"] == one["victim_wall_s"] == pytest.approx(50 * 0.1 + 13)
+    assert unset["victim_alone_wall_s"] == pytest.approx(5.0)
+    assert unset["max_gap_s"] == pytest.approx(13.1)
+    assert one["max_gap_s"] == pytest.approx(4.556)
+    assert (unset["interleaved_decode_steps"], one["interleaved_decode_steps"]) == (0, 2)
+    assert (unset["gaps_over_5s"], one["gaps_over_5s"]) == (1, 0)
+    assert unset["victim_tokens"] == one["victim_tokens"] == 50
+
+
+@pytest.mark.parametrize("every", [None, 3])
+def test_serve_flags_override_the_preset(every):
+    # the ratio leaves window pages for chunks of 384 tokens
+    words = ["--swa-full-tokens-ratio", 0.02, "--prompt-tokens", 20_000, "--attack-after", 5.99]
+    words += ["--cost", "0.1,0.001,1e-9,0.02"]
+    if every is not None:
+        words += ["--decode-interleave-every", every]
+    found = simulate(*words)
+    assert found["policy"]["chunk_tokens"] == 384
+    wanted = by_hand(
+        every, cost=(0.1, 0.001, 1e-9, 0.02), prompt=20_000, chunk=384, attack_after=5.99
+    )
+    assert without_policy(found) == pytest.approx(wanted, abs=1e-5)
+
+
+def test_a_flag_replaces_the_one_of_its_group():
+    assert simulate("--num-pages", 2560, "--prompt-tokens", 1000)["policy"]["chunk_tokens"] == 3456
+
+
+def test_an_attacker_at_once_and_one_that_comes_too_late():
+    at_once = simulate("--attack-after", 0, "--prompt-tokens", 5000)
+    wanted = by_hand(prompt=5000, attack_after=0.0)
+    assert without_policy(at_once) == pytest.approx(wanted, abs=1e-5)
+    late = simulate("--attack-after", 60, "--prompt-tokens", 5000)
+    assert late["max_gap_s"] == pytest.approx(0.0168)
+    assert late["victim_wall_s"] == late["victim_alone_wall_s"]
+
+
+def test_costless_steps_end_too():
+    found = simulate("--cost", "0,0,0,0", "--prompt-tokens", 5000, "--attack-after", 0)
+    assert found["max_gap_s"] == found["attacker_wall_s"] == 0
+
+
+def test_the_text_says_what_it_is():
+    result = invoke("--prompt-tokens", 5000, "--table", "1,2")
+    assert result.exit_code == 0
+    lines = result.stdout.splitlines()
+    assert lines[0].split() == ["simulated", "unset", "N=1", "N=2"]
+    assert [line.split()[0] for line in lines[1:11]] == FIELDS[1:]
+    assert lines[-1] == (
+        "simulated, nothing was timed: flash on 8 x 24 GiB, chunks of 3456 tokens, "
+        "step cost 0.262,0.0002,1.08e-09,0.0168 s"
+    )
+
+
+def test_a_trace_of_many_clients(tmp_path):
+    words = ("--requests", 40, "--arrivals", "poisson:2", "--prompt-lengths", "uniform:1:9000",
+             "--output-lengths", "fixed:30", "--seed", 5)  # fmt: skip
+    found = simulate(*words)
+    assert found == simulate(*words)
+    assert (found["clients"], found["refused"]) == (40, 0)
+    assert [client["tokens"] for client in found["per_client"]] == [30] * 40
+    # first come, first served: first tokens come in order of arrival
+    clients = found["per_client"]
+    firsts = [round(client["arrival_s"] + client["first_token_s"], 5) for client in clients]
+    assert firsts == sorted(firsts)
+    for name in ("first_token_s", "wall_s"):
+        assert all(client[name] > 0 for client in clients)
+    assert found["gap_s"]["max"] == max(client["gap_s"]["max"] for client in clients)
+    path = tmp_path / "trace.jsonl"
+    keys = ("arrival_s", "prompt_tokens")
+    lines = [{**{key: client[key] for key in keys}, "max_tokens": 30} for client in clients]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    replayed = simulate("--trace", path)
+    assert replayed["first_token_s"] == pytest.approx(found["first_token_s"], abs=1e-4)
+    assert replayed["wall_s"] == pytest.approx(found["wall_s"], abs=1e-4)
+
+
+def test_a_client_that_cannot_be_served_is_counted(tmp_path):
+    path = tmp_path / "trace.jsonl"
+    small = '{"arrival_s": 0, "prompt_tokens": 10, "max_tokens": 2}'
+    large = '{"arrival_s": 1, "prompt_tokens": 400000, "max_tokens": 2}'
+    path.write_text(f"{small}\n{large}\n")
+    found = simulate("--trace", path)
+    assert (found["clients"], found["refused"]) == (2, 1)
+    assert "400002 tokens" in found["per_client"][1]["refusal"]
+    text = invoke("--trace", path).stdout
+    assert "client-1" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("--cost", "1,2"), "--cost is 1,2, expected four numbers >= 0, seconds: "),
+        (("--preset", "best"), "--preset is best, expected one of seed"),
+        (("--prompt-tokens", 0), "--prompt-tokens is 0, expected an integer in "),
+        (("--victim-tokens", "x"), "--victim-tokens is x, expected an integer in "),
+        (("--attack-after", -1), "--attack-after is -1, expected a number >= 0"),
+        (("--table", "1,0"), "--table is 1,0, expected integers >= 1 with commas"),
+        (("--table", "1", "--decode-interleave-every", 2), "--table is 1, expected only one of "),
+        (("--requests", 2, "--table", "1"), "--table is 1, expected it unset with a trace"),
+        (("--seed", 2, "--attack-after", 1), "--attack-after is 1, expected it unset with a trace"),
+        (("--trace", "x", "--seed", 1), "--seed is 1, expected it unset with --trace"),
+        (("--trace", "/none"), "/none cannot be opened"),
+        (("--plot", "a.gif"), "--plot is a.gif, expected a file name that ends in "),
+        (("--tp", 3), "--tensor-parallel-size is 3, expected a divisor of "),
+        (("--decode-interleave-every", 0), "--decode-interleave-every is 0, expected "),
+    ],
+)
+def test_a_wrong_command_line_is_one_sentence(words, sentence):
+    result = invoke(*words)
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    assert result.stderr.startswith(sentence)
+    assert result.stderr.count("\n") == 1
+
+
+def test_an_attacker_that_cannot_be_served_is_said():
+    result = invoke("--prompt-tokens", 400_000)
+    assert result.exit_code == 1
+    assert result.stdout == ""
+    assert "the attacker is refused: the request needs 400003 tokens" in result.stderr
+
+
+def test_the_plot_shows_victim_and_prefill(tmp_path):
+    matplotlib = pytest.importorskip("matplotlib")
+    path = tmp_path / "plot.svg"
+    with matplotlib.rc_context({"svg.fonttype": "none"}):
+        simulate("--prompt-tokens", 5000, "--plot", path)
+    text = path.read_text()
+    assert "unset: victim" in text
+    assert "attacker's prefill" in text.replace("&#x27;", "'").replace("&apos;", "'")

@@ -1,0 +1,53 @@
+"""The plot of a token timeline; what is drawn is read back from the SVG, where matplotlib is.
+
+Mutants tried and seen red: a stream left out of the legend, a suffix that is not checked.
+"""
+
+from __future__ import annotations
+
+import builtins
+
+import pytest
+
+from ftruntime.timeline import check_drawable, draw
+
+
+@pytest.mark.parametrize("suffix", ["svg", "png", "pdf"])
+def test_draws_a_file(tmp_path, suffix):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / f"plot.{suffix}"
+    draw(path, {"victim": [0.0, 0.5, 7.0], "silent": []}, "simulated", spans={"prefill": (0.5, 7)})
+    start = {"svg": b"<?xml", "png": b"\x89PNG", "pdf": b"%PDF"}[suffix]
+    assert path.read_bytes().startswith(start)
+
+
+def test_names_every_stream_and_span(tmp_path):
+    matplotlib = pytest.importorskip("matplotlib")
+    path = tmp_path / "plot.svg"
+    with matplotlib.rc_context({"svg.fonttype": "none"}):
+        draw(path, {"victim": [1.0], "other": [2.0]}, "a title", spans={"prefill": (0.0, 1.0)})
+    text = path.read_text()
+    for word in ("victim", "other", "prefill", "a title", "time (s)", "tokens received"):
+        assert word in text
+
+
+@pytest.mark.parametrize("name", ["plot.gif", "plot", "png"])
+def test_refuses_other_formats(tmp_path, name):
+    with pytest.raises(ValueError, match=r"^--plot is .*, expected a file name that ends in \.png"):
+        check_drawable(tmp_path / name)
+
+
+def test_says_what_to_install(tmp_path, monkeypatch):
+    real = builtins.__import__
+
+    def without(name: str, *rest: object) -> object:
+        if name.split(".")[0] == "matplotlib":
+            raise ModuleNotFoundError("No module named 'matplotlib'", name="matplotlib")
+        return real(name, *rest)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    for call in (check_drawable, lambda path: draw(path, {}, "x")):
+        with pytest.raises(
+            ValueError, match=r"^matplotlib is not installed, expected: pip install"
+        ):
+            call(tmp_path / "plot.png")
