@@ -262,14 +262,6 @@ def check_servable(config: RuntimeConfig) -> None:
     if config.tensor_parallel_size > 1:
         expected = "1: serving on several ranks is not available in this version"
         refuse("tensor_parallel_size", config.tensor_parallel_size, expected)
-    if config.max_decode_gap_ms is not None:
-        expected = (
-            "it unset: a gap bound is not available in this version, --decode-interleave-every is"
-        )
-        refuse("max_decode_gap_ms", config.max_decode_gap_ms, expected)
-    if config.prefill_layer_groups is not None and config.prefill_layer_groups > 1:
-        expected = "1: layer slices are not available in this version"
-        refuse("prefill_layer_groups", config.prefill_layer_groups, expected)
 
 
 def inactive_flags(config: RuntimeConfig, plan: Plan) -> list[str]:
@@ -281,10 +273,6 @@ def inactive_flags(config: RuntimeConfig, plan: Plan) -> list[str]:
     }
     if config.expert_load == "serial":
         reasons["expert_prefetch"] = "--expert-load serial reads one shard after the other"
-    if config.cache_type == "radix":
-        reasons["cache_type"] = (
-            "prefix reuse is not available in this version, every prompt is computed"
-        )
     if config.admission == "optimistic":
         reasons["admission"] = "every request reserves its whole output in this version"
     if plan.kind == "cpu":

@@ -116,6 +116,12 @@ def carry_bytes(shape: ModelConfig) -> int:
     return (shape.num_layers_of(4) * csa + shape.num_layers_of(128) * hca) * _FP32
 
 
+def edge_bytes(shape: ModelConfig) -> int:
+    """Carry at the end of one window page, fp32: 4 tokens of one series (ratio 4), none (128)."""
+    width = shape.head_dim + shape.index_head_dim
+    return shape.num_layers_of(4) * 2 * 4 * width * _FP32
+
+
 def rope_table_bytes(shape: ModelConfig, max_model_len: int) -> int:
     """Two pairs of cos and sin, plain and YaRN: ``[max_model_len, rope / 2]`` fp32 each."""
     return 4 * max_model_len * (shape.qk_rope_head_dim // 2) * _FP32

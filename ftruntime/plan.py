@@ -103,6 +103,7 @@ class Plan:
             decode_interleave_every=config.decode_interleave_every,
             max_decode_gap_s=None if gap_ms is None else gap_ms / 1e3,
             prefill_layer_groups=config.prefill_layer_groups,
+            prefix_cache=config.cache_type == "radix",
             max_waiting_requests=self.max_waiting_requests,
             max_waiting_tokens=self.max_waiting_tokens,
             eos_token_ids=shape.eos_token_ids,

@@ -51,7 +51,10 @@ def build_engine(config: RuntimeConfig, progress: Progress) -> EngineLoop:
         torch.set_num_threads(1)
     numerics = Numerics.of(config.numerics)
     model, experts = load_model(directory, shape, numerics, plan, progress, config)
-    executor = make_executor(model, plan, kv_format=config.kv_format, experts=experts)
+    executor = make_executor(
+        model, plan, kv_format=config.kv_format, prefix_cache=config.cache_type == "radix",
+        experts=experts,
+    )  # fmt: skip
     progress("warm up", 0.0)
     _warm_up(executor, plan)
     progress("warm up", 1.0)
@@ -100,13 +103,14 @@ def load_model(
 
 
 def make_executor(
-    model: Transformer, plan: Plan, *, kv_format: str = "bf16", experts: ExpertStore | None = None
-) -> DeviceExecutor:
+    model: Transformer, plan: Plan, *, kv_format: str = "bf16", prefix_cache: bool = False,
+    experts: ExpertStore | None = None,
+) -> DeviceExecutor:  # fmt: skip
     """Pools, tables and executor of the sizes the plan names; page 0 of each pool is padding."""
     storage = KVStorage(
         model.config, num_pages=plan.num_pages + 1, window_pages=plan.window_pages,
         num_rows=plan.max_running + 1, dtype=model.numerics.dtype, kv_format=kv_format,
-        device=model.device,
+        prefix_cache=prefix_cache, device=model.device,
     )  # fmt: skip
     builder = BatchBuilder(
         num_rows=plan.max_running + 1, max_pages=-(-plan.max_model_len // PAGE_TOKENS),

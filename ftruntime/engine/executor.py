@@ -55,6 +55,9 @@ class DeviceExecutor:
         first, last = plan.layers
         if first == 0:
             batch = self._builder.build(plan)
+            resumed = self._builder.resumed(plan)
+            if resumed is not None:
+                self._storage.restore(*resumed)
             streams = self._model.embed(batch)
         else:
             kept = self._kept.pop(rows)

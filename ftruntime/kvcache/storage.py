@@ -14,11 +14,16 @@ from ftruntime.types import PAGE_TOKENS
 
 @dataclass(frozen=True)
 class CompressedPool:
-    """Rows of one compressor ``[pages, rows, c]`` and its carry, one row per request-table row."""
+    """Rows of one compressor ``[pages, rows, c]`` and its carry, one row per request-table row.
+
+    ``edges`` ``[window pages, 2, 4, c]``: its carry at the end of each window page, where a prefix
+    cache may start a row and the carry is not empty there (ratio 4); else None.
+    """
 
     rows: torch.Tensor
     state: torch.Tensor
     kv_format: str
+    edges: torch.Tensor | None
 
 
 @dataclass(frozen=True)
@@ -39,12 +44,13 @@ class KVStorage:
         dtype: of unpacked rows.
         kv_format: "bf16" (rows of ``dtype``) or "fp8" (packed window and compressed rows).
         index_format: "bf16" or "fp4".
+        prefix_cache: whether rows may start behind pages of other requests.
     """
 
     def __init__(
         self, config: ModelConfig, *, num_pages: int, window_pages: int, num_rows: int,
         dtype: torch.dtype, kv_format: str = "bf16", index_format: str = "bf16",
-        device: torch.device | str = "cpu",
+        prefix_cache: bool = False, device: torch.device | str = "cpu",
     ) -> None:  # fmt: skip
         def pool(pages: int, rows: int, width: int, fmt: str) -> torch.Tensor:
             made = ftkernels.empty_pool(
@@ -55,7 +61,11 @@ class KVStorage:
         def compressed(ratio: int, width: int, fmt: str) -> CompressedPool:
             shape = ftkernels.compressor_state_shape(ratio, width)
             state = torch.zeros(num_rows, *shape, dtype=torch.float32, device=device)
-            return CompressedPool(pool(num_pages, PAGE_TOKENS // ratio, width, fmt), state, fmt)
+            edges = None
+            if prefix_cache and ratio == 4:
+                edges = torch.zeros(window_pages, 2, 4, width, dtype=torch.float32, device=device)
+            rows = pool(num_pages, PAGE_TOKENS // ratio, width, fmt)
+            return CompressedPool(rows, state, fmt, edges)
 
         self.layers = tuple(
             LayerKV(
@@ -69,13 +79,28 @@ class KVStorage:
             for ratio in config.compress_ratios
         )
 
+    def restore(self, pages: torch.Tensor, rows: torch.Tensor) -> None:
+        """Let rows of the request table start behind window pages: their carry is that page's.
+
+        Args:
+            pages, rows: ``[S]`` int32.
+        """
+        for pool in self._pools():
+            if pool.edges is not None:
+                ftkernels.load_carry(pool.edges, pages, pool.state, rows)
+
     def num_bytes(self) -> int:
-        """Bytes of all pools and carry rows."""
+        """Bytes of all pools, carry rows and page edges."""
         return sum(t.untyped_storage().nbytes() for t in self._tensors())
 
     def _tensors(self) -> Iterator[torch.Tensor]:
         for layer in self.layers:
             yield layer.window
-            for extra in (layer.compressed, layer.index):
-                if extra is not None:
-                    yield from (extra.rows, extra.state)
+        for pool in self._pools():
+            yield from (pool.rows, pool.state)
+            if pool.edges is not None:
+                yield pool.edges
+
+    def _pools(self) -> Iterator[CompressedPool]:
+        for layer in self.layers:
+            yield from (pool for pool in (layer.compressed, layer.index) if pool is not None)

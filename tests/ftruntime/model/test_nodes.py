@@ -94,7 +94,7 @@ def _batch(config, num_tokens, phase):
         cu_seqlens=_empty(num_tokens + 1), seq_lens=_empty(num_tokens),
         slot_mapping=_empty(num_tokens, dtype=torch.int64),
         window_block_table=_empty(num_tokens, PAGES), block_table=_empty(num_tokens, PAGES),
-        state_index=_empty(num_tokens), is_decode=phase == "decode",
+        state_index=_empty(num_tokens), ends_pages=True, is_decode=phase == "decode",
         host_token_ids=torch.zeros(num_tokens, dtype=torch.int64),
         scratch=_empty(size, dtype=torch.uint8),
     )  # fmt: skip

@@ -309,7 +309,7 @@ class PromisesTheirPromptOnly(Scheduler):
         super().__init__(limits)
         can_admit = self._kv.can_admit
         self._kv.can_admit = (  # type: ignore[method-assign]
-            lambda num_tokens: can_admit(max(1, num_tokens - 60))
+            lambda num_tokens, prompt: can_admit(max(1, num_tokens - 60), prompt)
         )
 
 
