@@ -120,6 +120,39 @@ def test_one_run_is_the_same_as_its_column(table):
     assert simulate("--preset", "seed", "--decode-interleave-every", 8) == table[8]
 
 
+LARGE = ("--swa-full-tokens-ratio", "0.15", "--max-prefill-length", "6912")
+
+
+@pytest.mark.parametrize(
+    ("words", "gap_s", "wall_ratio"),
+    [
+        (("--max-decode-gap-ms", 1500), 1.5, 1.035),
+        (("--max-decode-gap-ms", 900), 0.9, 1.05),
+        (("--max-decode-gap-ms", 1500, "--decode-interleave-every", 8), 1.5, 1.035),
+        ((*LARGE, "--prefill-layer-groups", 4), 0.8, 0.95),
+        ((*LARGE, "--prefill-layer-groups", 8), 0.45, 1.0),
+    ],
+    ids=lambda value: " ".join(map(str, value)) if isinstance(value, tuple) else str(value),
+)
+def test_bounded_gaps_at_a_bounded_price(table, words, gap_s, wall_ratio):
+    report, unset = simulate(*words), table[None]
+    assert report["max_gap_s"] <= gap_s
+    assert report["attacker_wall_s"] <= wall_ratio * unset["attacker_wall_s"]
+    assert report["victim_tokens_during_prefill"] == report["interleaved_decode_steps"] > 0
+
+
+def test_slices_by_hand():
+    # chunks of 384 tokens cost 0.1 + 0.384 s; two slices of 22 and 21 of 43 layers, each followed
+    # by a decode of 0.02 s as long as prefill is left
+    words = ("--swa-full-tokens-ratio", 0.02, "--prompt-tokens", 768, "--attack-after", 1.99,
+             "--cost", "0.1,0.001,0,0.02", "--prefill-layer-groups", 2)  # fmt: skip
+    found = simulate(*words)
+    assert found["prefill_chunks"] == 2
+    assert found["interleaved_decode_steps"] == 3
+    assert found["max_gap_s"] == pytest.approx(0.484 * 22 / 43 + 0.02, abs=1e-5)
+    assert found["attacker_wall_s"] == pytest.approx(0.01 + 2 * 0.484 + 5 * 0.02, abs=1e-5)
+
+
 def test_another_cost_by_hand():
     # chunks of 3456, 3456 and 3088 tokens: 4.456 + 4.456 + 4.088 = 13 s. The victim decodes at 1.1
     # when the prompt of 1.05 begins
