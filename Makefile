@@ -18,7 +18,8 @@ TRITONS ?= 3.6.0 3.8.0 3.9.0
 TESTS ?= tests/ftkernels
 K ?=
 
-.PHONY: serve test setup lint test-gpu test-triton compile-sm89 bench-decode bench-load
+.PHONY: serve test setup lint test-gpu test-triton compile-sm89 bench-decode bench-load \
+  bench-scheduler sim
 
 .venv/.ok-%: pyproject.toml constraints.txt
 	@[ "$$(uname -s)-$$(uname -m)" = Linux-x86_64 ] || { \
@@ -80,3 +81,11 @@ bench-decode: .venv/.ok-serve,test
 # both expert loaders on a synthetic bank of 6 GB in a temporary directory; ARGS="--gb 2" for less
 bench-load: .venv/.ok-serve,test
 	$(PYTHON) -m tests.benchmarks.load_ratio $(ARGS)
+
+# processor time of the scheduler for each step
+bench-scheduler: .venv/.ok-serve,test
+	$(THREADS) $(BIN)/python -m tests.benchmarks.scheduler_cost $(ARGS)
+
+# a long prompt beside a running stream, on modelled step times: ARGS="--table 1,2,4,8,16"
+sim: .venv/.ok-serve
+	$(BIN)/ftruntime simulate $(ARGS)
