@@ -106,7 +106,7 @@ class PrefixCache:
         self._num_nodes += 1
         self._num_held += 1
         self.version += 1
-        if len(above.children) == 2 and above is not self._root:
+        if len(above.children) == 2:
             self.mark(above)
         return node
 

@@ -1,4 +1,8 @@
-"""Admission, growth, the sliding window, release."""
+"""Admission, growth, the sliding window, release, shared pages.
+
+Mutants run, each noticed: a look-up remembered though pages came or went; the end of a prompt not
+marked; the end of an answer not marked; pages of a part that never ended kept.
+"""
 
 from __future__ import annotations
 
@@ -130,3 +134,143 @@ def test_check_sees_a_leaked_page() -> None:
 def test_empty_pools_are_refused(num_pages: int, window_pages: int, name: str) -> None:
     with pytest.raises(ValueError, match=name):
         KVManager(num_pages, window_pages)
+
+
+def computed(kv: KVManager, name: str, tokens: list[int], total: int | None = None) -> int:
+    """Admit a sequence and compute its prompt page by page; returns where it started."""
+    start = kv.admit(name, total or len(tokens) + 1, tokens)
+    for end in [*range(start + 128, len(tokens), 128), len(tokens)]:
+        kv.extend(name, end)
+        kv.keep(name, tokens, end, prompt_ends=end == len(tokens))
+        kv.trim(name, end)
+    kv.check()
+    return start
+
+
+TEXT = [page for page in range(9) for _ in range(128)]
+
+
+@pytest.mark.parametrize("length", [255, 256, 257, 300])
+def test_a_prompt_computes_its_last_token_at_least(length: int) -> None:
+    kv = KVManager(num_pages=20, window_pages=20, prefix_cache=True)
+    computed(kv, "a", TEXT[:600])
+    assert kv.cached_tokens(TEXT[:length]) == (length - 1) // 128 * 128
+    assert kv.cached_tokens(TEXT[:128]) == kv.cached_tokens([]) == 0
+
+
+def test_a_hit_tells_its_row_pages_and_the_window_page_before_it() -> None:
+    kv = KVManager(num_pages=20, window_pages=20, prefix_cache=True)
+    computed(kv, "a", TEXT[:400])
+    pages = kv.row_pages_of("a")
+    assert kv.admit("b", 600, TEXT[:600]) == 384
+    told = kv.extend("b", 500)
+    assert [(logical, row) for logical, _, row in told[:3]] == list(enumerate(pages[:3]))
+    assert [window for _, window, _ in told[:2]] == [-1, -1]
+    assert told[2][1] == kv.window_pages_of("a")[2]
+    assert [logical for logical, _, _ in told[3:]] == [3]
+    assert kv.extend("b", 500) == ()
+    kv.check()
+
+
+def test_shared_pages_count_once() -> None:
+    kv = KVManager(num_pages=10, window_pages=30, prefix_cache=True)
+    computed(kv, "a", TEXT[:700], total=768)
+    assert (kv.used_pages, kv.reserved_pages) == (6, 6)
+    assert not kv.can_admit(1100), "9 pages, 4 are left"
+    assert kv.can_admit(1100, TEXT[:650]), "5 of them are shared"
+    assert not kv.can_admit(1153, TEXT[:650])
+    kv.admit("b", 1100, TEXT[:650])
+    assert (kv.used_pages, kv.reserved_pages, kv.cached_pages) == (6, 10, 0)
+    kv.release("a")
+    assert (kv.used_pages, kv.reserved_pages, kv.cached_pages) == (5, 9, 0)
+    assert kv.can_admit(128)
+    kv.release("b")
+    assert (kv.used_pages, kv.used_window_pages, kv.reserved_pages) == (0, 0, 0)
+    assert kv.cached_pages == 5
+    kv.check()
+
+
+def test_what_nobody_holds_counts_as_free() -> None:
+    kv = KVManager(num_pages=6, window_pages=30, prefix_cache=True)
+    computed(kv, "a", TEXT[:640])
+    kv.release("a")
+    assert kv.cached_pages == 5
+    other = [60] * 640
+    computed(kv, "b", other)
+    assert kv.cached_tokens(TEXT) == 128, "one page was free, four had to go"
+    kv.release("b")
+    assert kv.cached_tokens(other) == 512
+
+
+def test_an_answer_is_there_for_the_next_turn() -> None:
+    kv = KVManager(num_pages=20, window_pages=20, prefix_cache=True)
+    computed(kv, "a", TEXT[:300], total=600)
+    tokens = TEXT[:300]
+    for end in range(301, 520):
+        tokens.append(77)
+        kv.extend("a", end)
+        kv.keep("a", tokens, end)
+        kv.trim("a", end)
+    kv.release("a")
+    assert kv.cached_tokens([*tokens, 5, 6]) == 512
+    assert kv.cached_tokens(TEXT[:400]) == 256, "another answer: up to the prompt's last page"
+
+
+@pytest.mark.parametrize("length", [520, 640])
+def test_ends_of_prompts_and_answers_outlive_the_pages_of_a_long_one(length: int) -> None:
+    kv = KVManager(num_pages=60, window_pages=10, prefix_cache=True)
+    prompt = TEXT[:length]
+    computed(kv, "a", prompt, total=900)
+    tokens = prompt + [77] * (890 - length)
+    for end in range(length + 1, 890):
+        kv.extend("a", end)
+        kv.keep("a", tokens, end)
+        kv.trim("a", end)
+    kv.release("a")
+    computed(kv, "b", [60 + page for page in range(40) for _ in range(128)])
+    kv.release("b")
+    assert kv.cached_tokens(prompt) == 512
+    assert kv.cached_tokens(tokens) == 768
+    assert kv.cached_tokens(TEXT[:384]) == 0, "its own window page is gone"
+
+
+def test_two_that_compute_the_same_page_keep_one() -> None:
+    kv = KVManager(num_pages=20, window_pages=20, prefix_cache=True)
+    for name in "ab":
+        kv.admit(name, 300, TEXT[:257])
+    for end in (128, 256, 257):
+        for name in "ab":
+            kv.extend(name, end)
+            kv.keep(name, TEXT, end)
+            kv.trim(name, end)
+            kv.check()
+    assert kv.used_pages == 6
+    kv.release("a")
+    assert (kv.used_pages, kv.cached_pages) == (5, 0), "the tree's two and b's copies"
+    kv.release("b")
+    assert kv.cached_pages == 2
+    kv.check()
+
+
+def test_a_blocked_prompt_is_looked_up_again_when_pages_come() -> None:
+    kv = KVManager(num_pages=20, window_pages=20, prefix_cache=True)
+    prompt = TEXT[:600]
+    assert kv.cached_tokens(prompt) == 0
+    computed(kv, "a", TEXT[:300])
+    assert kv.cached_tokens(prompt) == 256
+    kv.release("a")
+    computed(kv, "b", [60] * 128 * 19)
+    assert kv.cached_tokens(prompt) == 0
+
+
+def test_abort_in_the_middle_leaves_what_was_computed() -> None:
+    kv = KVManager(num_pages=20, window_pages=20, prefix_cache=True)
+    kv.admit("a", 900, TEXT)
+    kv.extend("a", 256)
+    kv.keep("a", TEXT, 256)
+    kv.trim("a", 256)
+    kv.extend("a", 512)  # this part never ended
+    kv.release("a")
+    assert kv.cached_tokens(TEXT) == 256
+    assert kv.used_pages == kv.used_window_pages == 0
+    kv.check()
