@@ -184,6 +184,7 @@ class Scheduler:
         self._under_way = None
         for row in rows:
             self._end(row)
+        self._drop += plan.drop  # nobody knows how far the step came
         if plan.kind == "prefill" and plan.layers != (0, self._limits.num_layers):
             self._drop += tuple(seq.row for seq in plan.seqs)
         if now is not None:

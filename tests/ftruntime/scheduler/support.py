@@ -33,6 +33,8 @@ def make_limits(
     max_running: int = 4,
     max_model_len: int = 1 << 20,
     every: int | None = None,
+    gap_s: float | None = None,
+    groups: int | None = None,
     max_waiting_requests: int = 256,
     max_waiting_tokens: int = 1 << 40,
 ) -> SchedulerLimits:
@@ -44,6 +46,8 @@ def make_limits(
         max_model_len=max_model_len,
         num_layers=3,
         decode_interleave_every=every,
+        max_decode_gap_s=gap_s,
+        prefill_layer_groups=groups,
         max_waiting_requests=max_waiting_requests,
         max_waiting_tokens=max_waiting_tokens,
         eos_token_ids=(EOS,),
@@ -60,7 +64,10 @@ def make_request(
 
 @dataclass
 class CheckingExecutor:
-    """Executes plans against its own pools; `choose(request_id, position)` draws the token."""
+    """Executes plans against its own pools; `choose(request_id, position)` draws the token.
+
+    Every layer slice of a chunk writes all pages of the chunk once more.
+    """
 
     limits: SchedulerLimits
     choose: Callable[[str, int], int] = lambda request_id, position: 100 + position % 50
@@ -71,20 +78,36 @@ class CheckingExecutor:
     tables: dict[int, dict[int, tuple[int, int]]] = field(default_factory=dict)  # life -> pages
     window_owner: dict[int, tuple[int, int]] = field(default_factory=dict)  # page -> life, logical
     row_owner: dict[int, tuple[int, int]] = field(default_factory=dict)
+    # the chunk between two slices by its rows: its plan, and the layers that are done
+    kept: dict[tuple[int, ...], tuple[tuple[SeqPlan, ...], int]] = field(default_factory=dict)
 
     def execute(self, plan: StepPlan) -> StepResult:
         assert plan.seqs, "an empty step"
-        assert plan.layers == (0, self.limits.num_layers)
+        for rows in [rows for rows in self.kept if set(rows) & set(plan.drop)]:
+            del self.kept[rows]
+        first, last = plan.layers
+        assert 0 <= first < last <= self.limits.num_layers
+        rows = tuple(seq.row for seq in plan.seqs)
         assert len({seq.row for seq in plan.seqs}) == len(plan.seqs) <= self.limits.max_running
         if plan.kind == "prefill":
             assert plan.num_tokens <= self.limits.chunk_tokens
             assert not plan.interleaved
         else:
             assert all(len(seq.token_ids) == 1 for seq in plan.seqs)
+            assert plan.layers == (0, self.limits.num_layers)
+        if first > 0:
+            assert self.kept.pop(rows) == (plan.seqs, first), "the slice follows the last one"
+        elif plan.kind == "prefill":
+            assert not self.kept, "one chunk at a time"
         for seq in plan.seqs:
-            self._enter(seq)
+            if first == 0:
+                self._enter(seq)
+            self._write(seq)
         for seq in plan.seqs:  # after all writes of the step
             self._check_visible(seq)
+        if last < self.limits.num_layers:
+            self.kept[rows] = plan.seqs, last
+            return StepResult(plan.index, ())
         return StepResult(plan.index, tuple(self._result(plan, seq) for seq in plan.seqs))
 
     def _enter(self, seq: SeqPlan) -> None:
@@ -105,8 +128,15 @@ class CheckingExecutor:
         tokens.extend(seq.token_ids)
         prompt = self.requests[seq.request_id].prompt_token_ids
         assert tokens == [*prompt, *self.drawn[life]][: len(tokens)]
+
+    def _write(self, seq: SeqPlan) -> None:
+        life = self.holder[seq.row]
+        table, tokens = self.tables[life], self.done[life]
         for logical in range(seq.start // 128, (len(tokens) - 1) // 128 + 1):
             window_page, row_page = table[logical]
+            if logical * 128 < seq.start:  # tokens stand there already
+                owners = self.window_owner[window_page], self.row_owner[row_page]
+                assert owners == ((life, logical), (life, logical))
             self.window_owner[window_page] = (life, logical)
             self.row_owner[row_page] = (life, logical)
 
@@ -152,6 +182,7 @@ class Bench:
             self.executor.choose = choose
         self.plans: list[StepPlan] = []
         self.events: dict[str, list[TokenEvent]] = {}
+        self.now: float | None = None  # a clock of its own where a test moves one
 
     @property
     def trace(self) -> str:
@@ -162,7 +193,7 @@ class Bench:
         self.executor.requests[request.request_id] = request
 
     def plan(self) -> StepPlan | None:
-        plan = self.scheduler.plan(0.0)
+        plan = self.scheduler.plan(self.now or 0.0)
         if plan is not None:
             self.plans.append(plan)
         return plan
@@ -173,7 +204,7 @@ class Bench:
         return self.finish(plan)
 
     def finish(self, plan: StepPlan) -> list[TokenEvent]:
-        return self.keep(self.scheduler.commit(plan, self.executor.execute(plan)))
+        return self.keep(self.scheduler.commit(plan, self.executor.execute(plan), self.now))
 
     def steps(self, count: int) -> str:
         """Run steps; returns their letters."""
