@@ -4,9 +4,9 @@ The executor of `support` is given pools that remember by what prefix each page 
 request may start behind another one's pages, and nowhere else. P05, P06: whenever a request goes,
 its pages are back, or kept for others.
 
-Mutants run, each noticed: pages kept before their part is computed; pages kept with each slice;
-a hit for a prompt whose log-probabilities are wanted; the hit looked up at arrival; the cached
-count left out of the event; pages of a failed step kept; a hit that is not planned as computed.
+Mutants run, each noticed: pages kept when their part is planned; a hit for a prompt whose
+log-probabilities are wanted; the cached count left out of the event; a hit that is computed again;
+a part planned without its hit; admission that does not see what is shared.
 """
 
 from __future__ import annotations
