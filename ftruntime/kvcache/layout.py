@@ -86,9 +86,9 @@ def min_window_pages(*, max_running: int, chunk_tokens: int) -> int:
     """Window pages, the padding page included, with which no step can run out of them.
 
     Every row holds at most two between steps. A part of `c` tokens starts on a page edge, where its
-    row holds one, and takes `ceil(c / 128)` more: at most `(c - 1) // 128` beyond its two. A row that
-    starts behind pages of the prefix cache holds the page before its part like any other, perhaps
-    together with others; pages that only the cache keeps are given up whenever a step needs them.
+    row holds one, and takes `ceil(c / 128)` more: at most `(c - 1) // 128` beyond its two. A row
+    that starts behind pages of the prefix cache holds the page before its part like any other,
+    perhaps together with others; pages that only the cache keeps go whenever a step needs them.
     """
     return 1 + 2 * max_running + chunk_tokens // PAGE_TOKENS - 1
 
