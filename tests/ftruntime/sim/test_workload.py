@@ -1,8 +1,8 @@
 """Traces: reproducible, distributed as they say, and refused in one sentence.
 
-Mutants tried and seen red: a rate taken for a period, one random stream for times and lengths, the
-upper end of a uniform length left out, a burst that starts a period late, a boolean taken for a
-count.
+Mutants tried and seen red: a rate taken for a period, one random stream for times and lengths or
+for prompts and outputs, the upper end of a uniform length left out, a burst that starts a period
+late, a boolean taken for a count.
 """
 
 from __future__ import annotations
@@ -72,6 +72,13 @@ def test_a_seed_gives_the_same_trace_and_another_one_does_not():
     spec = ("poisson:1", "uniform:1:9999", "uniform:1:9999")
     assert trace(50, *spec, seed=3) == trace(50, *spec, seed=3)
     assert trace(50, *spec, seed=3) != trace(50, *spec, seed=4)
+
+
+def test_prompts_do_not_depend_on_the_outputs():
+    drawn, fixed = (
+        trace(50, prompt="uniform:1:9999", output=o) for o in ("uniform:1:9", "fixed:3")
+    )
+    assert [each.prompt_tokens for each in drawn] == [each.prompt_tokens for each in fixed]
 
 
 def test_lengths_do_not_depend_on_the_arrivals():
