@@ -107,10 +107,9 @@ class ScanResistant:
         self._rank = [-math.inf] * num_keys
         self._clock = 0.0  # decode steps in half-lives
         self._steps = 0
-        # a resident key is in one of four, here by the order in which they go; queues oldest first
+        # a resident key is in one of three, here by the order in which they go; queues oldest first
         self._streamed: OrderedDict[int, None] = OrderedDict()  # by a prefill or a stale hint
         self._ranked: set[int] = set()
-        self._present: OrderedDict[int, None] = OrderedDict()  # used by the present decode step
         self._hinted: OrderedDict[int, int] = OrderedDict()  # for this step or the next
         # one entry a key at most, its rank a lower bound: entries are mended when they come up
         self._heap: list[tuple[float, int]] = []
@@ -122,9 +121,6 @@ class ScanResistant:
         self._steps += 1
         if phase == "decode":
             self._clock += 1 / self._half_life.begin()
-        for key in self._present:
-            self._keep(key)
-        self._present.clear()
         # a hint may come before the step that it is for
         while self._hinted and next(iter(self._hinted.values())) < self._steps - 1:
             self._drop_hint()
@@ -136,16 +132,16 @@ class ScanResistant:
                 self._drop_hint()
         elif phase == "decode":
             self._count(key)
-            self._present[key] = None
+            self._keep(key)
         else:
             self._stream(key)
 
     def touch(self, key: int, phase: str) -> None:
         if phase == "decode":
             self._count(key)
-            if key not in self._present:
+            if key not in self._ranked:
                 self.remove(key)
-                self._present[key] = None
+                self._keep(key)
         elif key in self._hinted:
             del self._hinted[key]
             self._stream(key)
@@ -155,8 +151,6 @@ class ScanResistant:
             self._ranked.remove(key)
         elif key in self._streamed:
             del self._streamed[key]
-        elif key in self._present:
-            del self._present[key]
         else:
             del self._hinted[key]
 
@@ -164,8 +158,6 @@ class ScanResistant:
         found = _first(self._streamed, usable)
         if found is None:
             found = self._least_ranked(usable)
-        if found is None:
-            found = _first(self._present, usable)
         return _first(self._hinted, usable) if found is None else found
 
     def _least_ranked(self, usable: Callable[[int], bool]) -> int | None:
