@@ -6,10 +6,10 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
 from contextlib import aclosing, asynccontextmanager
 from types import TracebackType
-from typing import Final, cast
+from typing import Final, TypeVar, cast
 
 import httpx
 
@@ -21,6 +21,8 @@ _SHOWN_CHARS: Final = 300
 _OPTIONAL: Final[Json] = {
     "ignore_eos": True, "seed": 0, "stream_options": {"include_usage": True},
 }  # fmt: skip
+
+T = TypeVar("T")
 
 _logger = logging.getLogger(__name__)
 
@@ -131,7 +133,7 @@ class Server:
         while True:
             try:
                 # comments that keep the connection open do not count
-                event = await asyncio.wait_for(anext(events), deadline_s - time.monotonic())
+                event = await within(anext(events), deadline_s - time.monotonic())
             except StopAsyncIteration:
                 break
             except asyncio.TimeoutError as error:
@@ -222,6 +224,22 @@ class Server:
         if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
             return BenchError(f"{self.root} cannot be reached ({said}), expected a running server")
         return BenchError(f"{self.root} lost {who} ({type(error).__name__}: {said})")
+
+
+async def within(work: Awaitable[T], limit_s: float) -> T:
+    """The result of `work`, or TimeoutError; a cancellation that meets the result is not lost, as
+    it would be in `asyncio.wait_for` before Python 3.12.
+    """
+    task = asyncio.ensure_future(work)
+    try:
+        await asyncio.wait((task,), timeout=max(0.0, limit_s))
+        if not task.done():
+            raise asyncio.TimeoutError
+        return task.result()
+    finally:
+        if not task.done():
+            task.cancel()
+            await asyncio.wait((task,))
 
 
 async def _lines(answer: httpx.Response) -> AsyncIterator[bytes]:

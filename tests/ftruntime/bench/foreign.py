@@ -39,7 +39,7 @@ class Behaviour:
     break_after: int | None = None  # pieces after which the connection is cut
     end_after: int | None = None  # pieces after which the stream ends without a finish
     error_after: int | None = None
-    stall_after: int | None = None  # pieces after which only comments come
+    stall_after: int | None = None  # pieces after which only comments and empty events come
     stop_after: int | None = None  # tokens after which the model has finished
     newline: str = "\n"
     piece: str = "x"
@@ -128,6 +128,7 @@ class Foreign:
                     return
                 while not is_long and pieces == how.stall_after:
                     yield f": still here{how.newline * 2}"
+                    yield self._event({"choices": [self._choice(chat, "", None)]})
                     await asyncio.sleep(0.02)
                 if how.comments:
                     yield f": ping{how.newline * 2}event: message{how.newline}"

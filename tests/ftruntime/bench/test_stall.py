@@ -1,9 +1,10 @@
 """The experiment against a server that is not ours: what it sees, what stays null, how it ends.
 
 The stall is the server's own sleep, so the longest wait is at least that. Mutants tried and seen
-red: comments counted as pieces, the wait of a timeout restarted by a comment, the role chunk
-counted, usage chunks dropped, pieces taken for tokens, a stream's early end accepted, fields not
-left out after a refusal, streams left open after a failure.
+red: the wait of a timeout restarted by an empty event, `asyncio.wait_for` on Python 3.11, events
+without text counted, usage dropped, pieces taken for tokens, a stream's early end accepted, refused
+fields not left out, two refusals of one field at once, lines split at every separator, tasks of a
+failed run left alone, no wait before the attack, one prompt for all victims, the key not sent.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from ftruntime import cli
+from ftruntime.bench.client import within
 from ftruntime.bench.settings import BenchError, StallSettings
 from ftruntime.bench.stall import StallResult, run_stall
 from tests.ftruntime.bench.foreign import Behaviour, Foreign, serving
@@ -35,7 +37,8 @@ PREFILL_S = 0.2
 
 def measure(url: str, **flags: Any) -> StallResult:
     given = {"victim_tokens": TOKENS, "attacker_tokens": LONG, "attack_after": 0.05} | flags
-    return asyncio.run(run_stall(StallSettings(base_url=url, **given)))
+    settings = StallSettings(base_url=url, **given)
+    return asyncio.run(asyncio.wait_for(run_stall(settings), 20))
 
 
 def run(**flags: Any) -> tuple[StallResult, Foreign]:
@@ -209,6 +212,22 @@ def test_a_server_that_is_not_there_is_one_sentence():
 def test_the_key_is_sent():
     result, _ = run(key="right", api_key="right", prefill_s=0.0)
     assert result.report.victim_tokens == TOKENS
+
+
+def test_a_cancellation_that_meets_a_result_is_not_lost():
+    async def main() -> None:
+        result = asyncio.get_running_loop().create_future()
+        waiting = asyncio.ensure_future(within(result, 10))
+        await asyncio.sleep(0)
+        result.set_result(1)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        assert await within(asyncio.sleep(0, "value"), 10) == "value"
+        with pytest.raises(asyncio.TimeoutError):
+            await within(asyncio.sleep(5), -1)
+
+    asyncio.run(main())
 
 
 def invoke(*words: str) -> Result:
