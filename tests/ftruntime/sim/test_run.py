@@ -1,8 +1,7 @@
 """Clients against a loop: when they join, what they see, what a refusal or a stuck loop does.
 
-Mutants tried and seen red: arrivals taken in the order given, an arrival that joins one step late,
-an idle clock that does not wait, a refused request that counts as served, no guard against a loop
-that takes no step.
+Mutants tried and seen red: arrivals taken in the order given, an idle clock that waits too long, a
+refusal that is forgotten, prompts of equal tokens.
 """
 
 from __future__ import annotations
