@@ -122,7 +122,7 @@ def test_p06_leaving_in_any_phase_frees_within_a_step(
     server: Live, streamed: bool, kind: str, when_step: int
 ) -> None:
     """At arrival, in the first, a middle and the last chunk of seven, and while decoding."""
-    ids = random.Random(when_step).choices(range(3, 490), k=6 * CHUNK + 50)
+    ids = random.Random(2 * (when_step + 1) + streamed).choices(range(3, 490), k=6 * CHUNK + 50)
     body = greedy(ids, 2000) | {"stream": streamed}
     steps_after = leave(server, body, when_step=when_step, kind=kind)
     assert steps_after <= 4, steps_after  # of 2000: what ran until the closing was noticed
