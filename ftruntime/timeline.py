@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from ftruntime.demo_cache import DISTRIBUTION
 from ftruntime.flags import refuse
 
 SUFFIXES = (".png", ".svg", ".pdf")
+_TITLE_CHARS = 95
 
 
 def check_drawable(path: Path) -> None:
@@ -55,7 +57,8 @@ def draw(
         axes.axvspan(start_s, end_s, alpha=0.15, color=f"C{number + len(series)}", label=name)
     for name, times in series.items():
         axes.step(list(times), range(1, len(times) + 1), where="post", label=name)
-    axes.set(title=title, xlabel="time (s)", ylabel="tokens received")
+    axes.set(xlabel="time (s)", ylabel="tokens received")
+    axes.set_title(textwrap.fill(title, _TITLE_CHARS), fontsize="medium")
     axes.grid(alpha=0.3)
     if series or spans:
         axes.legend()
