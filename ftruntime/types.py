@@ -199,9 +199,12 @@ class SeqPlan:
     request_id: str
     start: int
     token_ids: tuple[int, ...]
-    # (logical page, window page, row page) assigned since the row's last plan
+    # (logical page, window page, row page) assigned since the row's last plan; window page -1: no
+    # new token sees it
     new_pages: tuple[tuple[int, int, int], ...] = ()
-    fresh: bool = False  # the row was given to a new request: forget its tables
+    # the row was given to a new request: forget its tables. With `start > 0` its first pages are
+    # computed, and its carry is the one kept with the last of their window pages
+    fresh: bool = False
     sample: SampleSpec | None = None  # None: the prompt goes on, nothing is drawn
     # prompt tokens that follow each new token, when prompt log-probabilities are wanted; may be one
     # shorter
