@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from ftruntime.gap_model import decode_gap_s, gap_notes
 from ftruntime.kvcache.layout import ChunkBudget
 from ftruntime.model.config import ModelConfig
 from ftruntime.refusals import NotEnoughMemoryError, check_fits, check_settings
@@ -136,7 +137,7 @@ def resolve(
     context, host = sizer.context(num_tokens), sizer.host_rows()
     rows = _with_headroom(sizer, sizer.rows(num_tokens, slots))
     chunk = sizer.chunk(num_tokens)
-    return Plan(
+    plan = Plan(
         kind=facts.kind,
         ranks=config.tensor_parallel_size,
         chunk_tokens=chunk.chunk_tokens,
@@ -162,6 +163,9 @@ def resolve(
         notes=_notes(config, sizer, chunk),
         warnings=_warnings(sizer, num_tokens, context, chunk.chunk_tokens),
     )
+    gap_s = decode_gap_s(config, shape, plan)
+    notes = (*plan.notes, *gap_notes(config, plan, gap_s))
+    return dataclasses.replace(plan, max_decode_gap_s=gap_s, notes=notes)
 
 
 def _with_headroom(sizer: Sizer, rows: dict[str, Row]) -> dict[str, Row]:
@@ -201,8 +205,8 @@ def _notes(config: RuntimeConfig, sizer: Sizer, chunk: ChunkBudget) -> tuple[str
 
 
 def _warnings(sizer: Sizer, num_tokens: int, context: int, chunk_tokens: int) -> tuple[str, ...]:
-    """A context of half the model's or less that nobody asked for; an interleave that cannot act
-    within one prompt."""
+    """A context of half the model's or less that nobody asked for; a chunk that one more request
+    would halve; an interleave that cannot act within one prompt."""
     config, warnings = sizer.config, []
     model = sizer.shape.max_position_embeddings
     if config.max_model_len is None and 2 * context <= model:
@@ -212,6 +216,13 @@ def _warnings(sizer: Sizer, num_tokens: int, context: int, chunk_tokens: int) ->
         warnings.append(
             f"served context is far below the model's max_model_len={context} model={model}: "
             f"longer prompts are refused; raise {more}"
+        )
+    fewer = sizer.chunk(num_tokens, more_running=1).chunk_tokens
+    if 2 * fewer < chunk_tokens:
+        warnings.append(
+            f"chunk would shrink by more than half with one more running request "
+            f"chunk_tokens={chunk_tokens} then={fewer}: raise --swa-full-tokens-ratio "
+            f"(now {config.swa_full_tokens_ratio:g}) before --max-running-requests"
         )
     every = config.decode_interleave_every
     if every is not None:

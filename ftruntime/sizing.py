@@ -118,11 +118,12 @@ class Sizer:
         wanted = self.config.max_model_len or self.shape.max_position_embeddings
         return min(wanted, self.shape.max_position_embeddings, num_tokens)
 
-    def chunk(self, num_tokens: int) -> ChunkBudget:
+    def chunk(self, num_tokens: int, *, more_running: int = 0) -> ChunkBudget:
+        """Window pool and chunk; with more running requests than asked for, what they would be."""
         return chunk_budget(
             max_prefill_length=self.config.max_prefill_length,
             num_tokens=num_tokens,
-            max_running=self.config.max_running_requests,
+            max_running=self.config.max_running_requests + more_running,
             swa_ratio=self.config.swa_full_tokens_ratio,
             max_model_len=self.context(num_tokens),
             radix=self.config.cache_type == "radix",
