@@ -50,6 +50,7 @@ _STATS = (
         ("interleaved_decode_steps",), "interleaved_decode_steps",
         "Decode steps run while a prefill was unfinished.", is_counter=True,
     ),
+    _Stat(("prefill_streak",), "prefill_streak", "Prefill chunks since the last decode step."),
     _Stat(("retractions",), "retractions", "Requests put back for lack of pages.", is_counter=True),
     _Stat(("aborted",), "engine_aborts", "Requests the engine dropped.", is_counter=True),
     *(

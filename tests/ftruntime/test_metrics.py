@@ -22,6 +22,7 @@ def test_engine_numbers_of_the_scrape() -> None:
     stats: dict[str, object] = {
         "num_running": 2, "num_waiting": 1, "used_pages": 10, "total_pages": 64,
         "largest_gap_ms": 1500.0, "interleaved_decode_steps": 4, "aborted": 3, "limiting": "x",
+        "prefill_streak": 6,
         "experts": {"decode": {"hits": 5, "misses": 6, "bytes_h2d": 7}, "prefill": {"hits": 8}},
     }  # fmt: skip
     samples = scrape(ServerMetrics(), stats)
@@ -32,6 +33,7 @@ def test_engine_numbers_of_the_scrape() -> None:
     assert samples["ftruntime_total_pages"] == 64
     assert samples["ftruntime_largest_decode_gap_seconds"] == 1.5
     assert samples["ftruntime_interleaved_decode_steps_total"] == 4
+    assert samples["ftruntime_prefill_streak"] == 6
     assert samples["ftruntime_engine_aborts_total"] == 3
     assert samples["ftruntime_expert_hits_total{phase=decode}"] == 5
     assert samples["ftruntime_expert_bytes_h2d_total{phase=decode}"] == 7
