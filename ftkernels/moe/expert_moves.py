@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ftkernels.moe.copier import Copier, Marks
 from ftkernels.moe.expert_pool import ExpertPool
-from ftkernels.moe.slot_map import SlotMap
+from ftkernels.moe.slot_map import Placed, SlotMap
 from ftkernels.moe.slot_table import SlotTable
 
 COUNTS = ("hits", "misses", "bytes_h2d", "prefetch_used", "prefetch_wasted", "evictions")
@@ -44,6 +45,9 @@ class ExpertMoves:
         # the memory of the slots may have had other readers before
         self._last_use = [self.marks.take()] * slot_map.num_slots
         self._last_read_of_table = 0
+        # slots whose reads have no mark yet, and those that the device's table may name wrongly
+        self._unmarked: set[int] = set()
+        self._withdrawn: set[int] = set()
         self._flights: deque[Flight] = deque()
         self._flight_of: dict[int, Flight] = {}
         self._num_flights = 0
@@ -76,30 +80,20 @@ class ExpertMoves:
         Returns:
             The flight, None when nothing is copied.
         """
-        base, moves, withdrawn = layer * self._num_experts, [], False
-        for expert in experts:
-            placed = self.map.place(base + expert, phase, hint=hint, spare=spare)
-            while placed is None and not hint:
-                if not self._flights:
-                    raise RuntimeError("ExpertCache: policy gives no victim, expected one")
-                self.order(self._flights[0])
-                placed = self.map.place(base + expert, phase)
-            if placed is None:
-                break
-            moves.append((expert, placed.slot))
-            if placed.evicted >= 0:
-                self.counts[phase]["evictions"] += 1
-                self.counts[phase]["prefetch_wasted"] += placed.wasted
-                withdrawn |= self.table.withdraw(placed.evicted)
-        if not moves:
-            return None
-        slots = [slot for _, slot in moves]
+        base, moves = layer * self._num_experts, []
         try:
-            after = self._after(slots, withdrawn)
+            for expert in experts:
+                placed = self._place(base + expert, phase, hint, spare)
+                if placed is None:
+                    break
+                moves.append((expert, placed.slot))
+            if not moves:
+                return None
+            slots = [slot for _, slot in moves]
+            after = self._after(slots)
             event = self._copier.copy(*self.pool.copies(layer, moves), after)
         except BaseException:
-            for expert, _ in moves:
-                self.map.drop(base + expert)
+            self._take_back(base + expert for expert in experts)
             raise
         self.counts[phase]["bytes_h2d"] += len(moves) * self.pool.num_bytes[layer]
         self._num_flights += 1
@@ -109,11 +103,48 @@ class ExpertMoves:
         self.hints_in_flight += flight.num_hints
         return flight
 
-    def _after(self, slots: Sequence[int], withdrawn: bool) -> Any:
+    def _place(
+        self, key: int, phase: str, hint: bool, spare: Callable[[int], bool] | None
+    ) -> Placed | None:
+        """A slot for a key; for a step there is one, once flights have given way."""
+        placed = self.map.place(key, phase, hint=hint, spare=spare)
+        while placed is None and not hint:
+            if not self._flights:
+                raise RuntimeError(
+                    "ExpertCache: policy gave None as a victim, "
+                    "expected a resident expert that may go"
+                )
+            self.order(self._flights[0])
+            placed = self.map.place(key, phase)
+        if placed is not None and placed.evicted >= 0:
+            self.counts[phase]["evictions"] += 1
+            self.counts[phase]["prefetch_wasted"] += placed.wasted
+            self._withdraw(placed.evicted, placed.slot)
+        return placed
+
+    def _withdraw(self, key: int, slot: int) -> None:
+        if self.table.withdraw(key):
+            self._withdrawn.add(slot)
+
+    def _take_back(self, keys: Iterable[int]) -> None:
+        """None of these is on its way after all, whatever the policy says to that."""
+        for key in keys:
+            slot = self.map.slot(key)
+            if slot >= 0 and slot not in self._flight_of:
+                with contextlib.suppress(Exception):
+                    self.map.drop(key)
+        for key, slot in self.table.entries().items():
+            if self.map.slot(key) < 0:  # evicted by a call that failed before it said so
+                self._withdraw(key, slot)
+
+    def _after(self, slots: Sequence[int]) -> Any:
         """What a copy into these slots has to come after."""
-        if withdrawn:
+        if self._withdrawn:
             self.table.publish()
-            return self.marks.event(self.marks.take())
+            self._unmarked |= self._withdrawn
+            self._withdrawn.clear()
+        if self._unmarked:
+            self._mark()
         return self.marks.event(max(self._last_use[slot] for slot in slots))
 
     def order(self, flight: Flight | None) -> None:
@@ -137,17 +168,26 @@ class ExpertMoves:
 
     def used(self, slots: Sequence[int]) -> None:
         """Kernels that are issued by now read these slots, and those that the table names."""
-        if not slots and not self.table.is_read:
+        self._unmarked.update(slots)
+        if not self._unmarked and not self.table.is_read:
             return
-        mark = self.marks.take()
-        for slot in slots:
-            self._last_use[slot] = mark
+        mark = self._mark()
         if self.table.is_read:
             self._last_read_of_table = mark
 
+    def _mark(self) -> int:
+        mark = self.marks.take()
+        for slot in self._unmarked:
+            self._last_use[slot] = mark
+        self._unmarked.clear()
+        return mark
+
     def is_idle(self, key: int) -> bool:
         """Whether the kernels that read the resident key are known to have run."""
-        last = self._last_use[self.map.slot(key)]
+        slot = self.map.slot(key)
+        if slot in self._unmarked:
+            return False
+        last = self._last_use[slot]
         if self.table.is_read and self.table.is_published(key):
             last = max(last, self._last_read_of_table)
         return self.marks.is_passed(last)

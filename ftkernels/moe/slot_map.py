@@ -6,6 +6,8 @@ is loading or held is no victim; `SlotPolicy` decides among the others. No tenso
 
 from __future__ import annotations
 
+import contextlib
+import reprlib
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -77,12 +79,13 @@ class SlotMap:
 
         Returns:
             None, and nothing changed, when no slot is free and no key may go.
+
+        Raises:
+            RuntimeError: the policy names another victim than a resident key that may go.
         """
         evicted, wasted = -1, False
         if not self._free:
-            victim = self._policy.victim(
-                self._may_go if spare is None else lambda k: self._may_go(k) and spare(k)
-            )
+            victim = self._victim(spare)
             if victim is None:
                 return None
             evicted, wasted = victim, victim in self._hints
@@ -91,7 +94,12 @@ class SlotMap:
         self._slot_of[key], self._key_of[slot], self._state[slot] = slot, key, LOADING
         if hint:
             self._hints.add(key)
-        self._policy.insert(key, phase, hint=hint)
+        try:
+            self._policy.insert(key, phase, hint=hint)
+        except BaseException:
+            with contextlib.suppress(Exception):  # it may know the key or not
+                self.drop(key)
+            raise
         return Placed(slot, evicted, wasted)
 
     def ready(self, slot: int) -> int:
@@ -134,9 +142,21 @@ class SlotMap:
         """How many hold each slot."""
         return list(self._holders)
 
+    def _victim(self, spare: Callable[[int], bool] | None) -> int | None:
+        def usable(key: int) -> bool:
+            return self._may_go(key) and (spare is None or spare(key))
+
+        victim = self._policy.victim(usable)
+        if victim is None or (type(victim) is int and usable(victim)):
+            return victim
+        raise RuntimeError(
+            f"ExpertCache: policy gave {reprlib.repr(victim)} as a victim, "
+            "expected a resident expert that may go"
+        )
+
     def _may_go(self, key: int) -> bool:
-        slot = self._slot_of[key]
-        return not self._holders[slot] and self._state[slot] == READY
+        slot = self._slot_of[key] if 0 <= key < len(self._slot_of) else -1
+        return slot >= 0 and not self._holders[slot] and self._state[slot] == READY
 
 
 def _require(condition: bool, what: str) -> None:

@@ -10,7 +10,23 @@ from collections import Counter
 from collections.abc import Iterator, Set
 from dataclasses import dataclass, field
 
+from ftkernels import ExpertCache
 from ftkernels.testing.fake_copier import FakeCopier
+
+
+class Kernels:
+    """Stand-ins that read slots: by the fake copier's rules, and byte by byte."""
+
+    def __init__(self, cache: ExpertCache, fake: FakeCopier) -> None:
+        self.fake = fake
+        slots = [x for x in cache.slots(0) if x is not None]
+        self.views = [list(x.unbind(0)) for x in slots]
+        self.numpy = [x.numpy() for x in slots]
+
+    def read(self, key: int, slot: int) -> None:
+        self.fake.read(self.views[0][slot], self.views[-1][slot])
+        for x in self.numpy:
+            assert x[slot].flat[0] == x[slot].flat[-1] == key + 1, f"key {key} in slot {slot}"
 
 
 @dataclass(eq=False)

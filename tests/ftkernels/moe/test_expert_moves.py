@@ -20,22 +20,8 @@ from ftkernels.moe.expert_moves import ExpertMoves
 from ftkernels.moe.expert_steps import Step
 from ftkernels.moe.slot_map import READY, SlotMap
 from ftkernels.testing.fake_copier import FakeCopier
-from tests.support.cache_model import CacheModel
+from tests.support.cache_model import CacheModel, Kernels
 from tests.support.numbered_banks import SLOT_BYTES, E, L, numbered_banks
-
-
-class Kernels:
-    """Stand-ins that read slots: by the fake copier's rules, and byte by byte."""
-
-    def __init__(self, cache, fake):
-        self.fake, self.slots = fake, cache.slots(0)
-        self.views = [list(x.unbind(0)) for x in self.slots]
-        self.numpy = [x.numpy() for x in self.slots]
-
-    def read(self, key, slot):
-        self.fake.read(self.views[0][slot], self.views[3][slot])
-        for x in self.numpy:
-            assert x[slot].flat[0] == x[slot].flat[-1] == key + 1, f"key {key} in slot {slot}"
 
 
 def table(slots):
@@ -263,7 +249,7 @@ def no_wait(patch):
 
 
 def after_nothing(patch):
-    patch.setattr(ExpertMoves, "_after", lambda self, slots, withdrawn: None)
+    patch.setattr(ExpertMoves, "_after", lambda self, slots: None)
 
 
 def slots_in_use_go(patch):
