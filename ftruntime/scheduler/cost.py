@@ -22,6 +22,8 @@ _LEAST_MARGIN = 0.05
 _EARLY_STEPS, _EARLY_MARGIN = 8, 0.25
 _MOST_MARGIN = 1.0
 _LEAST_SECONDS = 1e-6
+# while nobody asks for predictions a fit in this many steps keeps up with them
+_FIT_STEPS = 16
 
 _Array = npt.NDArray[np.float64]
 
@@ -50,6 +52,7 @@ class StepCost:
         self._steps: deque[tuple[Work, float]] = deque(maxlen=_WINDOW_STEPS)
         self._short: deque[float] = deque(maxlen=_MARGIN_STEPS)
         self._factors = np.zeros(3)
+        self._num_unfitted = 0
         self._tokens = (0, 0)  # fewest and most of a step in the window
         self._context = 0.0  # the longest in the window
 
@@ -76,18 +79,26 @@ class StepCost:
         tokens = [seen.tokens for seen, _ in self._steps]
         self._tokens = min(tokens), max(tokens)
         self._context = max(seen.context for seen, _ in self._steps)
-        self._factors = _fit(self._steps)
+        self._num_unfitted += 1
+        if len(self._steps) <= _FIT_STEPS or self._num_unfitted >= _FIT_STEPS:
+            self._refit()
 
     def least(self, work: Work) -> float:
         """Seconds that the step is sure to take: fewer tokens than ever cost at least their share,
         more tokens at least as much. 0 when nothing is known.
         """
+        self._refit()
         fewest = self._tokens[0]
         return self._inside(work) * (min(1.0, work.tokens / fewest) if fewest else 0.0)
 
     def predict(self, work: Work) -> float:
         """Seconds, margin included; 0 when nothing is known."""
+        self._refit()
         return self._estimate(work) * (1.0 + self.margin)
+
+    def _refit(self) -> None:
+        if self._num_unfitted:
+            self._factors, self._num_unfitted = _fit(self._steps), 0
 
     def _keep(self, work: Work, seconds: float) -> None:
         """Slices of one chunk are one observation: the window then spans chunks, however cut."""
