@@ -1,7 +1,6 @@
 """P04: what a server reports as cached, on every endpoint, streamed or not; P01 over HTTP.
 
-Mutants run, each noticed: the count left out of streams; reported without the flag; the count of
-the engine dropped between the processes.
+Mutants run, each noticed: reported without the flag; the engine's count not taken in.
 """
 
 from __future__ import annotations
