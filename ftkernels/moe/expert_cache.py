@@ -15,10 +15,10 @@ import numpy as np
 import torch
 
 from ftkernels import check
+from ftkernels.moe import expert_ids as args
 from ftkernels.moe.bank import ExpertBank
 from ftkernels.moe.copier import Copier, CpuCopier, CudaCopier, check_copies
 from ftkernels.moe.count_missing import count_missing
-from ftkernels.moe.expert_ids import check_layer, check_policy, distinct, hinted
 from ftkernels.moe.expert_moves import PHASES, ExpertMoves
 from ftkernels.moe.expert_pool import ExpertPool, Matrices, check_banks
 from ftkernels.moe.expert_steps import Group, Step
@@ -39,8 +39,9 @@ class ExpertCache:
         banks: one a layer, in host memory, all of one shape, dtype and order; pinned when the
             device is a card.
         device: of the slots.
-        policy: who leaves a slot first: "scan-resistant", "lru", or a `SlotPolicy`.
-        copier: moves the bytes; by the kind of device when omitted.
+        policy: who leaves a slot first: "scan-resistant", "lru", or a `SlotPolicy`
+            (`ftkernels.moe.slot_policy`).
+        copier: a `Copier` (`ftkernels.moe.copier`); by the kind of device when omitted.
 
     Raises:
         TypeError, ValueError: an argument outside the contract, by name.
@@ -62,11 +63,12 @@ class ExpertCache:
             "all experts of all layers",
         )
         check_banks(op, banks, num_layers, num_experts)
-        self._device = torch.device(device)
+        self._device = args.checked_device(op, device)
+        args.check_policy(op, policy)
         if copier is None:
             on_card = self._device.type == "cuda"
             copier = CudaCopier(self._device) if on_card else CpuCopier()
-        check_policy(op, policy)
+        args.check_copier(op, copier)
         if isinstance(policy, str):
             policy = make_policy(policy, **sizes)
         self.num_layers, self.num_experts, self.num_slots = num_layers, num_experts, num_slots
@@ -147,7 +149,7 @@ class ExpertCache:
             when all fit, or when there are none.
 
         Raises:
-            TypeError, RuntimeError: as `ensure`.
+            TypeError, RuntimeError: as `ensure`, and (from the iterator) once the step has ended.
             ValueError: a layer or id out of range, or (from the iterator) no slot that is not in
                 use.
         """
@@ -174,7 +176,8 @@ class ExpertCache:
             RuntimeError: while a stream is captured, when the table on the device is out of date.
         """
         self._require_open("lookup")
-        check_layer("ExpertCache.lookup", layer, self.num_layers)
+        args.check_layer("ExpertCache.lookup", layer, self.num_layers)
+        args.readable("ExpertCache.lookup", "topk_ids", topk_ids)
         if not self._is_capturing():
             self._table.publish()
         elif self._table.is_stale:
@@ -202,8 +205,8 @@ class ExpertCache:
             TypeError, ValueError: a layer or id outside the contract.
         """
         self._require_open("prefetch")
-        check_layer("ExpertCache.prefetch", layer, self.num_layers)
-        experts = hinted("ExpertCache.prefetch", "expert_ids", expert_ids, self.num_experts)
+        args.check_layer("ExpertCache.prefetch", layer, self.num_layers)
+        experts = args.hinted("ExpertCache.prefetch", "expert_ids", expert_ids, self.num_experts)
         if self._is_capturing():
             return
         moves, base = self._moves, layer * self.num_experts
@@ -226,7 +229,7 @@ class ExpertCache:
         """``w13, w13_scale, w2, w2_scale``, ``[num_slots, ...]`` on the device, the same tensors
         for every layer; scales are None for dequantized banks."""
         self._require_open("slots")
-        check_layer("ExpertCache.slots", layer, self.num_layers)
+        args.check_layer("ExpertCache.slots", layer, self.num_layers)
         return self._pool.matrices
 
     def stats(self) -> dict[str, Any]:
@@ -258,7 +261,7 @@ class ExpertCache:
             raise AssertionError("ExpertCache: holders of slots do not add up")
 
     def close(self) -> None:
-        """Wait for the copies in flight and let go of slots and banks; again: nothing.
+        """Wait for all copies and let go of slots and banks; again: nothing, unless it failed.
 
         Raises:
             RuntimeError: a step is open.
@@ -267,8 +270,8 @@ class ExpertCache:
             return
         if self._step is not None:
             raise RuntimeError("ExpertCache.close: a step is open, expected its end before")
-        self._is_open = False
         self._moves.close()
+        self._is_open = False
 
     def _asked(self, name: str, layer: int, topk_ids: torch.Tensor) -> tuple[Step, list[int]]:
         """The open step and the distinct experts of a call."""
@@ -278,8 +281,8 @@ class ExpertCache:
             raise RuntimeError(f"{op}: no step is open, expected a call within one")
         if self._is_capturing():
             raise RuntimeError(f"{op}: a stream is captured, expected lookup there")
-        check_layer(op, layer, self.num_layers)
-        experts = distinct(op, "topk_ids", topk_ids, self.num_experts)
+        args.check_layer(op, layer, self.num_layers)
+        experts = args.distinct(op, "topk_ids", topk_ids, self.num_experts)
         step.width = max(step.width, len(experts))
         return step, experts
 

@@ -51,6 +51,7 @@ class ExpertMoves:
         self._flights: deque[Flight] = deque()
         self._flight_of: dict[int, Flight] = {}
         self._num_flights = 0
+        self._last_copy: Any = None  # its event: that of all copies
         self.hints_in_flight = 0
         self.counts = {phase: dict.fromkeys(COUNTS, 0) for phase in PHASES}
         self.layer_counts = [{"hits": 0, "misses": 0} for _ in pool.num_bytes]
@@ -95,6 +96,7 @@ class ExpertMoves:
         except BaseException:
             self._take_back(base + expert for expert in experts)
             raise
+        self._last_copy = event
         self.counts[phase]["bytes_h2d"] += len(moves) * self.pool.num_bytes[layer]
         self._num_flights += 1
         flight = Flight(self._num_flights, event, slots, len(moves) if hint else 0)
@@ -213,9 +215,9 @@ class ExpertMoves:
 
     def close(self) -> None:
         """Wait on the host until no copy reads a bank any more, and let go of the memory."""
-        if self._flights:
-            last = self._flights[-1].event
-            self.order(self._flights[-1])
-            while not last.done():
+        if self._last_copy is not None:
+            self._copier.wait(self._last_copy)
+            while not self._last_copy.done():
                 time.sleep(1e-4)
+            self._last_copy = None
         self.pool.close()

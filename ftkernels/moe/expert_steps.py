@@ -26,6 +26,7 @@ class Step:
         self.width = 0  # most experts of one call
         self._moves, self._map, self._num_experts = moves, moves.map, num_experts
         self._groups: list[Group] = []
+        self._is_over = False
 
     def all_at_once(self, layer: int, experts: list[int]) -> Group:
         """Hold slots for all of these until the step's end; nothing changes when they do not fit.
@@ -39,7 +40,8 @@ class Step:
             needed <= room,
             lambda: (
                 f"ExpertCache.ensure: topk_ids is {len(experts)} experts that need {needed} slots, "
-                f"expected at most {room}, those not in use"
+                f"expected at most {room}, those that earlier calls of the step do not use; "
+                "`groups` takes fewer at a time, or give the cache more slots"
             ),
         )
         group = self._take(layer, hits, misses)
@@ -48,6 +50,7 @@ class Step:
 
     def in_groups(self, layer: int, experts: list[int]) -> Generator[Group, None, None]:
         """Hold slots for one group at a time, and for the next while its copies run."""
+        self._require_open()
         hits, rest = self._split(layer, experts)
         room = self._room()
         size, coming = max(1, -(-room // 2)), None
@@ -64,6 +67,7 @@ class Step:
                     coming = self._take_some(layer, rest, size)
                 self._moves.order(present.flight)
                 yield present
+                self._require_open()
                 self._release(present)
                 present, coming = coming or self._take_some(layer, rest, size), None
         finally:
@@ -73,6 +77,7 @@ class Step:
 
     def end(self) -> None:
         """All kernels of the step are issued, or it failed."""
+        self._is_over = True
         held = [slot for group in self._groups for slot in group.slots]
         self._groups.clear()
         for slot in held:
@@ -86,6 +91,12 @@ class Step:
             for slot in group.slots:
                 counts[slot] += 1
         return counts
+
+    def _require_open(self) -> None:
+        if self._is_over:
+            raise RuntimeError(
+                "ExpertCache.groups: the step has ended, expected the iterator's use within it"
+            )
 
     def _take(self, layer: int, hits: list[int], misses: list[int]) -> Group:
         """Hold slots for experts that are resident and for others, whose copies are issued."""
@@ -113,7 +124,7 @@ class Step:
             room > 0,
             lambda: (
                 f"ExpertCache.groups: topk_ids is {len(rest)} experts without a slot, expected one "
-                "slot at least that is not in use"
+                "slot at least that earlier calls of the step do not use"
             ),
         )
         some = rest[: min(size, room)]

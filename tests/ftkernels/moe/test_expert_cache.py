@@ -153,7 +153,11 @@ def test_what_ensure_returns():
 def test_no_slot_to_be_had_changes_nothing():
     """O02: all slots in use and one expert missing."""
     cache = cached(4, copier=FakeCopier())
-    text = "^ExpertCache.ensure: topk_ids is 3 experts that need 2 slots, expected at most 1,"
+    text = (
+        "^ExpertCache.ensure: topk_ids is 3 experts that need 2 slots, expected at most 1, those "
+        "that earlier calls of the step do not use; `groups` takes fewer at a time, or give the "
+        "cache more slots$"
+    )
     with cache.step("decode"):
         held = cache.ensure(0, ids(0, 1, 2))
         before = cache.stats()
@@ -202,6 +206,30 @@ def test_leaving_a_loop_early_leaves_nothing_behind():
         cache.check()
         with pytest.raises(ValueError, match="expected at most 0"):
             cache.ensure(0, ids(0))
+
+
+@pytest.mark.parametrize("started", [True, False])
+@pytest.mark.parametrize("then", ["nothing", "a step", "close"])
+def test_groups_end_with_their_step(started, then):
+    cache = cached(4)
+    with cache.step("prefill"):
+        groups = cache.groups(0, torch.arange(E))
+        if started:
+            next(groups)
+    if then == "a step":
+        step = cache.step("decode")
+        step.__enter__()
+        cache.ensure(1, ids(0, 1, 2))
+    if then == "close":
+        cache.close()
+    text = "^ExpertCache.groups: the step has ended, expected the iterator's use within it$"
+    with pytest.raises(RuntimeError, match=text):
+        next(groups)
+    assert list(groups) == []
+    if then != "close":
+        cache.check()
+    if then == "a step":
+        cache.ensure(1, ids(0, 1, 2, 5))
 
 
 def test_an_error_in_a_step_gives_its_slots_back():
@@ -417,6 +445,72 @@ def test_close_waits_for_the_bus():
     assert event.polls == 4
 
 
+def test_close_waits_for_copies_that_a_step_came_after():
+    class Event:
+        is_done = False
+
+        def done(self):
+            return self.is_done
+
+    class Slow(CpuCopier):
+        def copy(self, dst, src, after):
+            super().copy(dst, src, after)
+            return event
+
+    event = Event()
+    event.is_done = True
+    cache = cached(copier=Slow())
+    event = Event()
+    with cache.step("decode"):
+        cache.ensure(0, ids(0))
+    held = weakref.ref(cache.slots(0)[0])
+    thread = threading.Thread(target=cache.close)
+    thread.start()
+    thread.join(0.05)
+    assert thread.is_alive()
+    assert held() is not None
+    event.is_done = True
+    thread.join()
+    assert held() is None
+
+
+@pytest.mark.parametrize("where", ["wait", "done"])
+def test_a_close_that_fails_is_made_again(where, monkeypatch):
+    class Broken(BaseException):
+        pass
+
+    class Event:
+        def done(self):
+            if where == "done" and broken:
+                raise Broken
+            return True
+
+    class Breaking(CpuCopier):
+        def copy(self, dst, src, after):
+            super().copy(dst, src, after)
+            return Event()
+
+        def wait(self, event):
+            if where == "wait" and broken:
+                raise Broken
+
+    broken = []
+    cache = cached(copier=Breaking())
+    cache.prefetch(0, [0, 1])
+    banks = weakref.ref(cache._pool._pairs[0][0][1])
+    broken.append(True)
+    for _ in range(2):
+        with pytest.raises(Broken):
+            cache.close()
+        assert banks() is not None
+        cache.check()
+    broken.clear()
+    cache.close()
+    cache.close()
+    gc.collect()
+    assert banks() is None
+
+
 def test_copies_that_change_nothing_are_found_at_once():
     """G03: a driver that reports copies done and leaves the bytes as they were."""
 
@@ -439,7 +533,14 @@ def test_policies_by_name_and_by_object():
         cached(policy="fifo")
     with pytest.raises(TypeError, match=r"^ExpertCache: policy is 3, expected"):
         cached(policy=3)
-    given = ftkernels.moe.slot_policy.Lru()
+    lru = ftkernels.moe.slot_policy.Lru
+    without = [type("P", (lru,), {name: None})() for name in
+               ("begin", "insert", "touch", "remove", "victim")]  # fmt: skip
+    for policy in (lru, None, *without):
+        text = r"expected 'scan-resistant', 'lru' or a SlotPolicy, an object with begin, insert, "
+        with pytest.raises(TypeError, match=rf"^ExpertCache: policy is .*{text}"):
+            cached(policy=policy)
+    given = lru()
     cache = cached(1, policy=given)
     with cache.step("decode"):
         cache.ensure(0, ids(3))
@@ -471,6 +572,17 @@ def test_stats_can_be_read_by_another_thread():
         ({"num_slots": 0}, ValueError, "num_slots is 0, expected >= 1"),
         ({"num_slots": 19}, ValueError, "num_slots is 19, expected at most 18"),
         ({"num_slots": 2.0}, TypeError, "num_slots is 2.0, expected an integer"),
+        ({"device": "foo"}, ValueError, "device is 'foo', expected cpu, or cuda where PyTorch"),
+        ({"device": None}, TypeError, "device is None, expected cpu"),
+        ({"device": "meta"}, ValueError, "device is 'meta', expected cpu"),
+        ({"device": torch.device("mps")}, ValueError, "device is 'mps', expected cpu"),
+        ({"device": "cuda:4096"}, ValueError, "device is 'cuda:4096', expected cpu"),
+        (
+            {"copier": CpuCopier},
+            TypeError,
+            "copier is <class .*, expected a Copier, an object with copy, mark, wait",
+        ),
+        ({"copier": "cpu"}, TypeError, "copier is 'cpu', expected a Copier"),
         ({"banks": [1, 2, 3]}, TypeError, "banks is list, expected a list of ExpertBank"),
         ({"banks": numbered_banks()[0]}, TypeError, "banks is ExpertBank, expected a list"),
     ],
@@ -478,7 +590,13 @@ def test_stats_can_be_read_by_another_thread():
 def test_refusals_of_the_constructor(change, kind, text):
     kwargs = {"num_layers": L, "num_experts": E, "num_slots": 4, "banks": numbered_banks()}
     with pytest.raises(kind, match=f"^ExpertCache: {text}"):
-        ExpertCache(**{**kwargs, **change}, device="cpu")
+        ExpertCache(**{**kwargs, "device": "cpu", **change})
+
+
+def test_a_card_that_is_not_there_is_no_device(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match=r"^ExpertCache: device is 'cuda', expected cpu"):
+        ExpertCache(L, E, 4, numbered_banks(), device="cuda")
 
 
 def test_banks_must_agree():
@@ -509,6 +627,15 @@ def test_banks_must_agree():
         (lambda c: c.ensure(0, torch.arange(99)), ValueError, "ensure: topk_ids holds 98"),
         (lambda c: c.ensure(0, [1]), TypeError, "ensure: topk_ids is list, expected a tensor"),
         (lambda c: c.ensure(0, torch.ones(1)), TypeError, "ensure: topk_ids is float32"),
+        (lambda c: c.ensure(0, ids(0).to("meta")), ValueError,
+         "ensure: topk_ids is on meta, expected a dense tensor"),
+        (lambda c: c.ensure(0, ids(0).to_sparse()), ValueError,
+         "ensure: topk_ids is sparse_coo, expected a dense tensor"),
+        (lambda c: c.lookup(0, ids(0).to_sparse()), ValueError, "lookup: topk_ids is sparse_coo"),
+        (lambda c: c.prefetch(0, [1.5] * 100_000), TypeError,
+         r"prefetch: expert_ids is \[(1.5, ){6}...\], expected a list"),
+        (lambda c: c.prefetch(0, ""), TypeError, "prefetch: expert_ids is '', expected a list"),
+        (lambda c: c.prefetch(0, b"1"), TypeError, "prefetch: expert_ids is b'1', expected a"),
         (lambda c: c.groups(-1, ids(0)), ValueError, "groups: layer is -1"),
         (lambda c: c.groups(0, ids(6)), ValueError, "groups: topk_ids holds 6"),
         (lambda c: c.prefetch(0, [6]), ValueError, "prefetch: expert_ids holds 6"),
