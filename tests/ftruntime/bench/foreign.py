@@ -38,7 +38,7 @@ class Behaviour:
     long_answer: tuple[int, Json] | None = None
     break_after: int | None = None  # pieces after which the connection is cut
     end_after: int | None = None  # pieces after which the stream ends without a finish
-    error_after: int | None = None
+    error_after: int | None = None  # of the first stream
     stall_after: int | None = None  # pieces after which only comments and empty events come
     stop_after: int | None = None  # tokens after which the model has finished
     newline: str = "\n"
@@ -58,7 +58,7 @@ class Foreign:
     bodies: list[Json] = field(default_factory=list)
     paths: list[str] = field(default_factory=list)
     open_streams: int = 0
-    prefilling: asyncio.Event | None = None
+    num_streams: int = 0
 
     def app(self) -> Starlette:
         return Starlette(
@@ -106,6 +106,8 @@ class Foreign:
     async def _events(self, body: Json, is_long: bool, chat: bool) -> AsyncIterator[str]:
         how = self.behaviour
         self.open_streams += 1
+        self.num_streams += 1
+        is_first = self.num_streams == 1
         try:
             if is_long:
                 # one thread: a blocking prefill holds every stream back
@@ -123,7 +125,7 @@ class Foreign:
                     raise ConnectionError("the test cuts the connection")
                 if not is_long and pieces == how.end_after:
                     return
-                if not is_long and pieces == how.error_after:
+                if is_first and pieces == how.error_after:
                     yield self._event({"error": {"message": "out of\nmemory", "code": 500}})
                     return
                 while not is_long and pieces == how.stall_after:
