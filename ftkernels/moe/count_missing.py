@@ -1,4 +1,5 @@
-"""How many routes of a step have no slot: ``sum over t, k of id >= 0 and slot_of_expert[id] < 0``.
+"""How many routes of a step have no slot: ``sum over t, k of id >= 0 and slot_of_expert[id] < 0``,
+where an id past the last expert has none.
 
 A decode step that only looks up its experts asks this afterwards; 0 means that nothing was left
 out. Deterministic: integers, one block.
@@ -26,7 +27,7 @@ def count_missing(
 
     Args:
         slot_of_expert: ``[E]`` int32, -1 for an expert without a slot.
-        topk_ids: ``[T, topk]`` int32, ids in ``[0, E)`` or -1, which is not counted.
+        topk_ids: ``[T, topk]`` int32; ids below 0 are not counted, those from E on are missing.
         out: ``[1]`` int32; allocated when omitted.
 
     Returns:
@@ -47,7 +48,7 @@ def count_missing(
     cfg = config.lookup("count_missing", {"R": num_routes}, default_config, grows="R")
     with backend.on_device(topk_ids):
         _count_missing_kernel[(1,)](
-            slot_of_expert, topk_ids, topk_ids.stride(0), out, num_routes,
+            slot_of_expert, topk_ids, topk_ids.stride(0), out, num_routes, len(slot_of_expert),
             TOPK=topk_ids.shape[1], BLOCK_R=cfg.block_r, num_warps=cfg.num_warps,
         )  # fmt: skip
     return out
@@ -74,7 +75,8 @@ def _reference(
     slot_of_expert: torch.Tensor, topk_ids: torch.Tensor, out: torch.Tensor
 ) -> torch.Tensor:
     ids = topk_ids[topk_ids >= 0].long()
-    return out.fill_(int((slot_of_expert[ids] < 0).sum()))
+    known = ids[ids < len(slot_of_expert)]
+    return out.fill_(len(ids) - int((slot_of_expert[known] >= 0).sum()))
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,7 @@ def _count_missing_kernel(
     slot_ptr,  # [E]
     ids_ptr, stride_it,  # [T, topk]
     out_ptr,  # [1]
-    R,
+    R, E,
     TOPK: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     offs_r = tl.arange(0, BLOCK_R)
@@ -110,8 +112,8 @@ def _count_missing_kernel(
         routes = start + offs_r
         row = (routes // TOPK).to(tl.int64)
         expert = tl.load(ids_ptr + row * stride_it + routes % TOPK, mask=routes < R, other=-1)
-        slot = tl.load(slot_ptr + expert, mask=expert >= 0, other=0)
-        missing += (slot < 0).to(tl.int32)
+        slot = tl.load(slot_ptr + expert, mask=(expert >= 0) & (expert < E), other=-1)
+        missing += ((expert >= 0) & (slot < 0)).to(tl.int32)
     tl.store(out_ptr, tl.sum(missing, 0))
 
 

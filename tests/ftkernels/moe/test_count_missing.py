@@ -1,5 +1,6 @@
 """Mutants that these tests catch: distinct experts counted instead of routes, skipped routes
-counted, slot 0 taken for none, only the first block of routes counted, a row's stride dropped.
+counted, slot 0 taken for none, only the first block of routes counted, a row's stride dropped, ids
+past the last expert not counted, or looked up behind the table.
 """
 
 from __future__ import annotations
@@ -36,6 +37,15 @@ def test_strided_rows_and_a_row_of_a_table(device, run):
     result = run(count_missing, table[1], wide[:, :2], out=out[1:2])
     assert result.data_ptr() == out[1:2].data_ptr()
     assert out.tolist() == [9, 3, 9]
+
+
+@pytest.mark.parametrize("experts", [0, 1, 3])
+def test_ids_past_the_last_expert_are_missing(experts, device, run):
+    table = torch.zeros(8, dtype=torch.int32, device=device)  # slots behind the row
+    ids = torch.tensor([[-1, 0, 2, 3], [-(2**31), 4, 7, 2**31 - 1]], device=device).int()
+    missing = sum(e >= experts for e in ids.flatten().tolist())
+    for op in (lambda *args: run(count_missing, *args), count_missing_reference):
+        assert op(table[:experts], ids).tolist() == [missing]
 
 
 @pytest.mark.parametrize("size", [(0, 6), (3, 0)], ids=str)
