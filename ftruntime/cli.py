@@ -215,12 +215,15 @@ def inspect(
         _logger.warning(
             "plan does not fit needed_bytes=%d budget_bytes=%d", plan.total_bytes, plan.budget_bytes
         )
+    refusals = []
     for check in (lambda: check_servable(config), lambda: resolve(config, shape, facts)):
         try:
             check()
         except ValueError as error:
+            refusals.append(str(error))
             _logger.warning("serve refuses to start with these flags: %s", error)
-    values = inspection.report(str(config.model), config, shape, plan)
+    refusal = refusals[0] if refusals else None
+    values = inspection.report(str(config.model), config, shape, plan, refusal)
     if as_json:
         click.echo(json.dumps(values))
     else:

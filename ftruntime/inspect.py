@@ -69,9 +69,14 @@ def _read(name: str, text: str | None, spec: FlagSpec) -> FlagValue:
     return None if text is None else checked(name, parse(text, spec), spec)
 
 
-def report(model: str, config: RuntimeConfig, shape: ModelConfig, plan: Plan) -> dict[str, object]:
+def report(
+    model: str, config: RuntimeConfig, shape: ModelConfig, plan: Plan, refusal: str | None = None
+) -> dict[str, object]:
     """The JSON value of ``--json``: the plan, with the model and settings it is for, and modelled
     step times where there are cards.
+
+    Args:
+        refusal: the sentence with which `serve` would refuse to start.
     """
     return {
         "model": model,
@@ -79,6 +84,7 @@ def report(model: str, config: RuntimeConfig, shape: ModelConfig, plan: Plan) ->
         "kv_format": config.kv_format,
         "numerics": config.numerics,
         **{name: value for name, value in plan.to_dict().items() if name != "kind"},
+        "refusal": refusal,
         "modelled": modelled(config, shape, plan),
     }
 
@@ -90,7 +96,7 @@ def print_table(values: Mapping[str, object], plan: Plan, stream: TextIO) -> Non
 
     table = Table("plan", "value", box=None, pad_edge=False)
     for name, value in values.items():
-        if not isinstance(value, dict | list):
+        if not isinstance(value, dict | list) and name not in ("refusal", "modelled"):
             table.add_row(name, "-" if value is None else str(value))
     # a file or pipe has no width of its own
     console = Console(file=stream, highlight=False, width=None if stream.isatty() else _WIDTH)
@@ -124,7 +130,10 @@ def _step_table(model: Mapping[str, object]) -> Table:
     table.caption = (
         f"modelled, nothing was timed: {model['cards']} x {model['card']}, context of "
         f"{model['context_tokens']} tokens, hit rate {model['decode_hit_rate']} in decode "
-        f"(simulated), {model['prefill_hit_rate']} in prefill; sum: nothing overlaps; overlapped: "
+        f"of one row (simulated), {model['decode_full_hit_rate']} of all, "
+        f"{model['prefill_hit_rate']} in prefill; assumed {model['link_gb_per_s']:g} GB/s to the "
+        f"host, {model['memory_gb_per_s']:g} of memory, {model['all_reduce_gb_per_s']:g} of "
+        "all-reduces; sum: nothing overlaps; overlapped: "
         "copies one layer ahead, memory beside compute"
     )
     table.caption_justify, table.caption_style = "left", ""

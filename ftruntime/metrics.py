@@ -59,7 +59,7 @@ _STATS = (
             labels=(("phase", phase),),
         )
         for key, text in (
-            ("hits", "Routed experts found on the device."),
+            ("hits", "Routed experts found on the device, or on their way as a hint."),
             ("misses", "Routed experts that had to be copied."),
             ("bytes_h2d", "Bytes of experts copied to the device."),
             ("prefetch_used", "Experts copied ahead that a step then used."),

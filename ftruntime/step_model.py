@@ -125,8 +125,12 @@ def modelled(
     return {
         "card": card.name,
         "cards": plan.ranks,
+        "link_gb_per_s": card.link_bytes / 1e9,
+        "memory_gb_per_s": card.memory_bytes / 1e9,
+        "all_reduce_gb_per_s": card.reduce_bytes / 1e9,
         "context_tokens": context,
         "decode_hit_rate": round(hit_rate(share), 4),
+        "decode_full_hit_rate": round(model.hit_rate(plan.max_running), 4),
         "prefill_hit_rate": round(share, 4),
         "steps": {
             "decode": model.decode(1, context).to_dict(),
@@ -158,7 +162,15 @@ class StepModel:
     def decode(self, rows: int, context: int) -> StepTime:
         """One token for each of ``rows`` sequences of ``context`` tokens."""
         read = rows * self._kv_bytes(context, picks=self._shape.index_topk)
-        return self._step(rows, rows, context - 1, 1 - hit_rate(self._share), read)
+        return self._step(rows, rows, context - 1, 1 - self.hit_rate(rows), read)
+
+    def hit_rate(self, rows: int) -> float:
+        """Of the distinct experts of a decode step: the simulated one of a single row, falling to
+        the resident share as the rows come to touch every expert."""
+        one, touched = (experts_touched(self._shape, n) for n in (1, rows))
+        every = self._shape.n_routed_experts
+        kept = (every - touched) / (every - one) if every > one else 1.0
+        return self._share + kept * (hit_rate(self._share) - self._share)
 
     def prefill(self, tokens: int, context: int) -> StepTime:
         """A chunk whose last token is number ``context`` of its prompt; what is not resident of the

@@ -124,6 +124,10 @@ def load_weights(
             does not suffice (nothing was read then).
     """
     device = torch.device(device)
+    _check_integers(
+        rank=rank, ranks=ranks, expert_prefetch=expert_prefetch, extra_bytes=extra_bytes,
+        threads=1 if threads is None else threads,
+    )  # fmt: skip
     _check_arguments(config, dequantize, rank, ranks, pack, expert_load, expert_prefetch, threads)
     index = open_checkpoint(directory, config)
     form = BankForm(config, dequantize, pack, device.type == "cpu", rank, ranks)
@@ -149,6 +153,13 @@ def load_weights(
         return loader.load()
 
 
+def _check_integers(**values: int) -> None:
+    for name, value in values.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            expected = "an integer >= 0"
+            raise ValueError(f"load_weights: {name} is {value!r}, expected {expected}")
+
+
 def _check_arguments(
     config: ModelConfig, dequantize: torch.dtype | None, rank: int, ranks: int, pack: bool,
     expert_load: str, expert_prefetch: int, threads: int | None,
@@ -160,6 +171,7 @@ def _check_arguments(
         (ranks >= 1 and inter % (ranks * FP4_GROUP) == 0, "ranks", ranks,
          f"slices of {inter} intermediate channels that are multiples of {FP4_GROUP}"),
         (0 <= rank < ranks, "rank", rank, f"0 to {ranks - 1}"),
+        (isinstance(pack, bool), "pack", repr(pack), "True or False"),
         (not pack or dequantize is None, "pack", pack, "False for dequantized experts"),
         (expert_load in _LOADERS, "expert_load", repr(expert_load), "auto, serial or parallel"),
         (expert_prefetch >= 1, "expert_prefetch", expert_prefetch, "at least 1"),

@@ -57,6 +57,7 @@ def build_engine(config: RuntimeConfig, progress: Progress) -> EngineLoop:
     )  # fmt: skip
     progress("warm up", 0.0)
     _warm_up(executor, plan)
+    experts.begin()
     progress("warm up", 1.0)
     # what stands now stays: later collections need not walk it
     gc.freeze()

@@ -32,13 +32,26 @@ class ExpertStore:
         self._release = release
         self._closed = False
         self._last = dict.fromkeys(("decode", "prefill"), _phase({}))
+        self._before: dict[str, dict[str, int]] = {"decode": {}, "prefill": {}}
+
+    def begin(self) -> None:
+        """Count from here on: what came before were the steps of the warm-up."""
+        if self._cache is not None:
+            counts = self._cache.stats()
+            self._before = {phase: counts[phase] for phase in self._before}
 
     def stats(self) -> dict[str, object]:
-        """Sizes, and by phase: hits, misses, hit rate, bytes copied to the device, hinted copies
-        used and wasted, evictions. Callable from any thread."""
+        """Sizes, and by phase: hits, misses, bytes copied to the device, hinted copies used and
+        wasted, evictions; ``hit_rate`` of all look-ups, of which hints made ``prefetch_used``, and
+        ``resident_rate`` without those. Callable from any thread."""
         if self._cache is not None and not self._closed:
             counts = self._cache.stats()
-            self._last = {phase: _phase(counts[phase]) for phase in self._last}
+            self._last = {
+                phase: _phase({
+                    name: counts[phase][name] - before.get(name, 0) for name in _COUNTS
+                })
+                for phase, before in self._before.items()
+            }  # fmt: skip
         return {**self._sizes, **self._last}
 
     def check(self) -> None:
@@ -58,8 +71,11 @@ class ExpertStore:
 
 
 def _phase(counts: dict[str, int]) -> dict[str, int | float | None]:
-    """``hit_rate`` is None before the first look-up."""
+    """The rates are None before the first look-up."""
     values: dict[str, int | float | None] = {name: counts.get(name, 0) for name in _COUNTS}
     looked_up = counts.get("hits", 0) + counts.get("misses", 0)
-    values["hit_rate"] = counts["hits"] / looked_up if looked_up else None
+    values["hit_rate"] = values["resident_rate"] = None
+    if looked_up:
+        values["hit_rate"] = counts["hits"] / looked_up
+        values["resident_rate"] = (counts["hits"] - counts["prefetch_used"]) / looked_up
     return values

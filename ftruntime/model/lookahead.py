@@ -126,6 +126,6 @@ class Lookahead:
             used, wasted = counts["prefetch_used"], counts["prefetch_wasted"]
             if account.update(used, wasted):
                 _logger.info(
-                    "expert prefetch turned off phase=%s used=%d wasted=%d: copies nobody used "
-                    "are more than those that hid a miss", phase, used, wasted,
+                    "expert prefetch turned off until the next start phase=%s used=%d wasted=%d: "
+                    "copies nobody used are more than those that hid a miss", phase, used, wasted,
                 )  # fmt: skip

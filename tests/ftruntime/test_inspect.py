@@ -98,6 +98,13 @@ def test_flags_that_serve_refuses_are_planned():
     assert plan["ranks"] == 2
 
 
+def test_json_says_what_serve_would_refuse():
+    assert values("flash", "--cards", "1", "--card-gib", "80")["refusal"] is None
+    sentence = values("flash", *REPORT, "--cards", "8", "--num-tokens", "1048576")["refusal"]
+    assert sentence.startswith("--")
+    assert "expected" in sentence
+
+
 def test_pro():
     assert values("pro", "--cards", "8", "--card-gib", "80")["num_experts"] == 61 * 384
 
@@ -105,7 +112,8 @@ def test_pro():
 def test_the_table_holds_the_same_numbers_and_logs_stay_on_stderr():
     result = inspect("flash", *REPORT, "--cards", "8")
     assert result.exit_code == 0
-    rows = dict(line.split(maxsplit=1) for line in result.stdout.splitlines() if line.strip())
+    lines = [line.split(maxsplit=1) for line in result.stdout.splitlines()]
+    rows = dict(line for line in lines if len(line) == 2)
     assert rows["chunk_tokens"].strip() == "3456"
     assert rows["limiting"].strip() == "window_pages"
     assert rows["carry"].split()[1].isdigit()

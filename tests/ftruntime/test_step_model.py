@@ -193,6 +193,20 @@ def test_hit_rates_between_the_simulated_points():
         assert above >= high
 
 
+def test_many_rows_hit_what_is_resident_and_no_more():
+    """A step that touches every expert finds the resident share; one row the simulated rate."""
+    config, plan = planned(moe_cache_rate=0.3, num_tokens=65536)
+    model = StepModel(config, FLASH, plan, RTX_4090)
+    share = plan.expert_slots / 11008
+    assert model.hit_rate(1) == pytest.approx(hit_rate(share))
+    assert model.hit_rate(5000) == pytest.approx(share)
+    rates = [model.hit_rate(rows) for rows in (1, 2, 4, 16, 64, 256)]
+    assert rates == sorted(rates, reverse=True)
+    touched = 1 - (1 - 6 / 256) ** 16
+    kept = (1 - touched) / (1 - 6 / 256)
+    assert model.hit_rate(16) == pytest.approx(share + kept * (hit_rate(share) - share))
+
+
 def test_steps_for_inspect():
     config, plan = planned(num_tokens=327680, max_running_requests=50, swa_full_tokens_ratio=0.12)
     values = modelled(config, FLASH, plan)
@@ -200,6 +214,9 @@ def test_steps_for_inspect():
     assert values["context_tokens"] == 32768
     assert values["prefill_hit_rate"] == pytest.approx(plan.expert_slots / 11008, abs=1e-4)
     assert values["decode_hit_rate"] == pytest.approx(hit_rate(plan.expert_slots / 11008), abs=1e-4)
+    full = StepModel(config, FLASH, plan, RTX_4090).hit_rate(50)
+    assert values["decode_full_hit_rate"] == pytest.approx(full, abs=1e-4)
+    assert (values["link_gb_per_s"], values["all_reduce_gb_per_s"]) == (25, 12)
     tokens = {name: step["tokens"] for name, step in values["steps"].items()}
     assert tokens == {"decode": 1, "decode_full": 50, "prefill": 3456}
     one = StepModel(config, FLASH, plan, RTX_4090).decode(1, 32768)

@@ -150,7 +150,9 @@ def test_hints_that_lose_stop_with_one_line(caplog):
             lookahead.begin(batch([1]))
     lines = [r.getMessage() for r in caplog.records]
     assert len(lines) == 1
-    assert lines[0].startswith("expert prefetch turned off phase=decode used=10 wasted=600")
+    assert lines[0].startswith(
+        "expert prefetch turned off until the next start phase=decode used=10 wasted=600"
+    )
     cache.hints.clear()
     lookahead.begin(batch([1]))
     run(lookahead, 2, batch([1]))
