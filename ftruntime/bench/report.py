@@ -10,7 +10,7 @@ from typing import Final, TextIO
 _DIGITS: Final = 4
 _WIDTH: Final = 120
 _LEGEND: Final = {
-    "policy": "policy flags of the server",
+    "policy": "policy flags of the server, and its chunk",
     "prefill_chunks": "prefill chunks of the long prompt",
     "attacker_wall_s": "long prompt: from its request to the end of its answer",
     "victim_wall_s": "victim beside it: from its first piece to its last",
@@ -85,6 +85,5 @@ def print_table(report: StallReport, caption: str, stream: TextIO) -> None:
 
 def _shown(value: object) -> str:
     if isinstance(value, Mapping):
-        given = [f"{name}={item}" for name, item in value.items() if item is not None]
-        return ", ".join(given) or "unset"
+        return ", ".join(f"{name}={item}" for name, item in value.items() if item is not None)
     return "-" if value is None else str(value)

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import random
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -203,9 +203,8 @@ def _result(
     attacker: Recording,
 ) -> StallResult:
     waits = [gap for victim in victims for gap in gaps(victim.piece_s)]
-    policy = (stats or {}).get("policy")
     report = StallReport(
-        policy=policy if isinstance(policy, Mapping) else None,
+        policy=_policy(stats or {}),
         prefill_chunks=watch.chunks if watch.known else None,
         attacker_wall_s=(attacker.end_s or attacker.sent_s) - attacker.sent_s,
         victim_wall_s=max(wall(victim.piece_s) for victim in victims),
@@ -224,6 +223,14 @@ def _result(
     _warn(settings, alone, victims, attacker)
     asked = integer(attacker.usage or {}, "prompt_tokens")
     return StallResult(report, str(server.model), asked, alone, victims, attacker)
+
+
+def _policy(stats: Json) -> dict[str, object] | None:
+    """The policy flags of our own server and the chunk they act on."""
+    flags = stats.get("policy")
+    if not isinstance(flags, dict):
+        return None
+    return {**flags, "chunk_tokens": stats.get("chunk_tokens")}
 
 
 def _tokens_during_prefill(victim: Recording, attacker: Recording) -> int | None:

@@ -99,7 +99,8 @@ def test_the_report_says_the_policy(runs: dict[str, StallResult]) -> None:
         "bound, slices": (None, GAP_MS, 3), "eight victims": (None, GAP_MS, 3),
     }  # fmt: skip
     for name, values in expected.items():
-        assert runs[name].report.policy == dict(zip(names, values, strict=True))
+        flags = dict(zip(names, values, strict=True))
+        assert runs[name].report.policy == {**flags, "chunk_tokens": CHUNK}
 
 
 def test_victims_read_the_same_in_all_runs(runs: dict[str, StallResult]) -> None:

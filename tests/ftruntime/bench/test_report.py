@@ -38,22 +38,16 @@ def test_gaps_and_walls_of_a_stream():
 
 
 def test_the_table_shows_every_field_and_what_is_unknown():
-    policy = {"decode_interleave_every": 8, "max_decode_gap_ms": None}
+    policy = {"decode_interleave_every": None, "chunk_tokens": 128}
     stream = io.StringIO()
     print_table(report(policy=policy), "measured [here]", stream)
     lines = stream.getvalue().splitlines()
     rows = {line.split()[0]: line.split()[1] for line in lines if line}
-    assert rows["policy"] == "decode_interleave_every=8"
+    assert rows["policy"] == "chunk_tokens=128"
     assert rows["max_gap_s"] == "1.2346"
     assert rows["prefill_chunks"] == "-"
     assert set(FIELDS) < set(rows)
     assert lines[-1].rstrip() == "measured [here]"
-
-
-def test_a_policy_without_flags_is_unset():
-    stream = io.StringIO()
-    print_table(report(policy={"decode_interleave_every": None}), "", stream)
-    assert "policy                        unset " in stream.getvalue()
 
 
 class Steps:

@@ -26,6 +26,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from ftruntime import cli
+from ftruntime.bench import stall
 from ftruntime.bench.client import within
 from ftruntime.bench.report import wall
 from ftruntime.bench.settings import BenchError, StallSettings
@@ -262,6 +263,24 @@ def test_the_command_prints_one_json_value_or_a_table():
     assert value["policy"] is None
     assert "long prompt sent words=" in result.stderr
     assert f"measured by the client of {url}, model other; long prompt of" in table.stdout
+
+
+def test_the_plot_gets_every_victim_and_the_prefill(monkeypatch, tmp_path):
+    drawn: list[Any] = []
+    monkeypatch.setattr(cli, "check_drawable", drawn.append)
+    monkeypatch.setattr(stall, "draw", lambda *args, **kwargs: drawn.append((args, kwargs)))
+    path = tmp_path / "a.svg"
+    with serving(Behaviour()) as (url, _):
+        result = invoke("--base-url", url, *SHORT, "--victims", "2", "--plot", str(path))
+    assert result.exit_code == 0, result.output
+    checked, ((target, series, title), named) = drawn
+    assert checked == target == path
+    assert {name: len(times) for name, times in series.items()} == {
+        "victim 0": TOKENS, "victim 1": TOKENS,
+    }  # fmt: skip
+    start_s, end_s = named["spans"]["long prompt"]
+    assert 0 < start_s < end_s < series["victim 0"][-1]
+    assert title.endswith("measured")
 
 
 def test_a_failure_of_the_command_is_one_sentence_and_exit_1():
