@@ -7,6 +7,7 @@ bytes on, so that one copy moves an expert.
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -61,14 +62,25 @@ def expert_rows(rows: torch.Tensor, parts: Sequence[RowPart]) -> list[torch.Tens
         rows: ``[E, row_offsets(parts)[-1]]`` uint8, contiguous, on any device.
 
     Raises:
-        TypeError: ``rows`` is not uint8.
-        ValueError: ``rows`` is of another shape, or not contiguous.
+        TypeError: ``rows`` is not uint8, or ``parts`` no list of parts.
+        ValueError: ``rows`` is of another shape, not contiguous or not aligned, or a part is
+            impossible.
     """
-    op, (*offsets, num_bytes) = "expert_rows", row_offsets(parts)
+    op = "expert_rows"
+    _check_parts(op, parts)
+    *offsets, num_bytes = row_offsets(parts)
     check.tensor(op, "rows", rows, (torch.uint8,), (None, num_bytes), "[E, bytes of a row]")
     check.require(
         rows.is_contiguous(),
         lambda: f"{op}: rows has strides {rows.stride()}, expected contiguous rows",
+    )
+    largest = max((part.dtype.itemsize for part in parts), default=1)
+    check.require(
+        rows.storage_offset() % largest == 0,
+        lambda: (
+            f"{op}: rows is at byte {rows.storage_offset()} of its memory, "
+            f"expected a multiple of {largest}"
+        ),
     )
     views = []
     for part, offset in zip(parts, offsets, strict=True):
@@ -79,6 +91,21 @@ def expert_rows(rows: torch.Tensor, parts: Sequence[RowPart]) -> list[torch.Tens
             typed.storage_offset() + offset // size,
         ))  # fmt: skip
     return views
+
+
+def _check_parts(op: str, parts: object) -> None:
+    """Refuse what is no list of parts that can lie in a row."""
+    if not isinstance(parts, Sequence) or not all(isinstance(part, RowPart) for part in parts):
+        raise TypeError(f"{op}: parts is {reprlib.repr(parts)}, expected a list of RowPart")
+    for place, part in enumerate(parts):
+        shape, strides = part.shape, part.strides
+        strides = _contiguous(shape) if strides is None else strides
+        fits = len(strides) == len(shape) and min(shape, default=0) >= 0
+        if not fits or not (0 in shape or _dense(shape, strides)):
+            raise ValueError(
+                f"{op}: parts[{place}] is {shape} with strides {part.strides}, "
+                "expected sizes >= 0 and strides without gaps"
+            )
 
 
 def _dense(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
@@ -95,7 +122,7 @@ def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(math.prod(shape[place + 1 :]) for place in range(len(shape)))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class ExpertBank:
     """Weights of all routed experts of a layer; scales are None when the weights are dequantized.
 
@@ -112,6 +139,11 @@ class ExpertBank:
     w2: torch.Tensor
     w2_scale: torch.Tensor | None
     packed: bool = False
+
+    def __repr__(self) -> str:
+        given = {name: getattr(self, name) for name in ("w13", "w13_scale", "w2", "w2_scale")}
+        forms = [f"{name}={_form(x)}" for name, x in given.items()]
+        return f"ExpertBank({', '.join(forms)}, packed={self.packed})"
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -147,18 +179,37 @@ class ExpertBank:
         """The same experts in the order of the kernels; scales that do not fold stay bytes.
 
         Raises:
-            ValueError: the experts are packed already, or dequantized.
+            TypeError: a tensor is none, or not uint8.
+            ValueError: the experts are packed already, or dequantized; or shapes that do not fit.
         """
-        if self.packed or self.w13_scale is None or self.w2_scale is None:
+        op, w13_scale, w2_scale = "ExpertBank.pack", self.w13_scale, self.w2_scale
+        if self.packed or (w13_scale is None and w2_scale is None):
             form = "packed" if self.packed else "dequantized"
-            raise ValueError(f"ExpertBank.pack: the bank is {form}, expected checkpoint codes")
+            raise ValueError(f"{op}: the bank is {form}, expected checkpoint codes")
+        codes = (torch.uint8,)
+        check.tensor(op, "w13", self.w13, codes, (None, None, None), "[E, 2I, C/2]")
         experts, rows, half = self.w13.shape
-        down = (experts, 2 * half, rows // 4)
-        if tuple(self.w2.shape) != down:
-            raise ValueError(
-                f"ExpertBank.pack: w2 is {tuple(self.w2.shape)}, expected {down} beside a w13 of "
-                f"{tuple(self.w13.shape)}"
-            )
-        w13 = pack_fp4(self.w13, self.w13_scale, gated=True, fold=foldable(self.w13_scale))
-        w2 = pack_fp4(self.w2, self.w2_scale, fold=foldable(self.w2_scale))
+        check.require(
+            rows % 64 == 0 and half % 16 == 0,
+            f"{op}: w13 is {tuple(self.w13.shape)}, expected [E, 2I, C/2] with I and C multiples "
+            "of 32",
+        )
+        first, last = (experts, rows), (experts, 2 * half)
+        for name, x, size, text in (
+            ("w13_scale", w13_scale, (*first, half // 16), "[E, 2I, C/32]"),
+            ("w2", self.w2, (*last, rows // 4), "[E, C, I/2]"),
+            ("w2_scale", w2_scale, (*last, rows // 64), "[E, C, I/32]"),
+        ):
+            check.tensor(op, name, x, codes, size, text, self.w13)
+        assert w13_scale is not None
+        assert w2_scale is not None
+        w13 = pack_fp4(self.w13, w13_scale, gated=True, fold=foldable(w13_scale))
+        w2 = pack_fp4(self.w2, w2_scale, fold=foldable(w2_scale))
         return ExpertBank(*w13, *w2, packed=True)
+
+
+def _form(x: object) -> str:
+    """Dtype and shape of a tensor, what else there is as it is."""
+    if not isinstance(x, torch.Tensor):
+        return reprlib.repr(x)
+    return f"{str(x.dtype).removeprefix('torch.')} {tuple(x.shape)}"

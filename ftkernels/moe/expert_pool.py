@@ -9,6 +9,10 @@ import torch
 from ftkernels import check
 from ftkernels.moe.bank import ExpertBank, expert_rows, row_offsets
 
+# `pack_fp4` folds scales into int32
+_SCALES = (torch.uint8, torch.int32)
+_WEIGHTS = (torch.uint8, torch.bfloat16, torch.float16, torch.float32)
+
 Matrices = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor | None]
 
 
@@ -67,23 +71,42 @@ def check_banks(op: str, banks: Sequence[ExpertBank], num_layers: int, num_exper
     check.require(
         len(banks) == num_layers, f"{op}: banks is {len(banks)} banks, expected {num_layers}"
     )
+    for layer, bank in enumerate(banks):
+        _check_bank(op, f"banks[{layer}]", bank, num_experts)
     forms = [(bank.packed, [(x.shape, x.dtype) for x in bank.tensors]) for bank in banks]
-    for layer, (bank, form) in enumerate(zip(banks, forms, strict=True)):
-        name = f"banks[{layer}]"
-        check.require(
-            (bank.w13_scale is None) == (bank.w2_scale is None),
-            f"{op}: {name} is with one of its scales, expected both or none",
-        )
-        for x in bank.tensors:
-            check.require(x.device.type == "cpu", f"{op}: {name} is on {x.device}, expected cpu")
-            check.require(
-                x.ndim == 3 and len(x) == num_experts,
-                f"{op}: {name} is {tuple(x.shape)}, expected {num_experts} matrices",
-            )
+    for layer, form in enumerate(forms):
         if form != forms[0]:
             raise ValueError(
-                f"{op}: {name} is {_words(form)}, expected {_words(forms[0])} as banks[0]"
+                f"{op}: banks[{layer}] is {_words(form)}, expected {_words(forms[0])} as banks[0]"
             )
+
+
+def _check_bank(op: str, bank_name: str, bank: ExpertBank, num_experts: int) -> None:
+    scales = (bank.w13_scale, bank.w2_scale)
+    check.require(
+        (scales[0] is None) == (scales[1] is None),
+        f"{op}: {bank_name} is with one of its scales, expected both or none",
+    )
+    for part in ("w13", "w13_scale", "w2", "w2_scale"):
+        x, is_scale, name = getattr(bank, part), part.endswith("scale"), f"{bank_name}.{part}"
+        if x is None and is_scale:
+            continue
+        check.dtype(op, name, x, _SCALES if is_scale else _WEIGHTS)
+        check.require(x.device.type == "cpu", f"{op}: {name} is on {x.device}, expected cpu")
+        layout = str(x.layout).removeprefix("torch.")
+        check.require(layout == "strided", f"{op}: {name} is {layout}, expected a dense tensor")
+        check.require(
+            x.ndim == 3 and 0 not in x.shape[1:],
+            f"{op}: {name} is {tuple(x.shape)}, expected [E, rows, columns], none of them 0",
+        )
+        check.require(
+            len(x) == num_experts,
+            f"{op}: {name} holds {len(x)} experts, expected num_experts, {num_experts}",
+        )
+    check.require(
+        bank.packed or not any(x is not None and x.dtype == torch.int32 for x in scales),
+        f"{op}: {bank_name} has int32 scales and packed=False, expected packed=True",
+    )
 
 
 def _words(form: tuple[bool, list[tuple[torch.Size, torch.dtype]]]) -> str:

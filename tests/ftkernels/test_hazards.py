@@ -162,6 +162,6 @@ def test_sizes_of_a_scratch(dims, error, text):
 
 def test_a_bank_whose_matrices_do_not_belong_together(device):
     bank = ftkernels.ExpertBank(*experts(2, 64, 64, device), *experts(2, 64, 64, device))
-    text = r"ExpertBank.pack: w2 is \(2, 64, 32\), expected \(2, 64, 16\)"
+    text = r"ExpertBank.pack: w2 is \(2, 64, 32\), expected \[E, C, I/2\] = \[2, 64, 16\]"
     with pytest.raises(ValueError, match=text):
         bank.pack()

@@ -7,6 +7,7 @@ gaps; the offset of the first tensor left out.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -97,6 +98,68 @@ def test_columns_of_a_strided_part_lie_together():
 def test_bad_rows(rows, error, text):
     with pytest.raises(error, match=f"expert_rows: rows.*{text}|expert_rows: rows.*expected"):
         expert_rows(rows, PARTS)
+
+
+@pytest.mark.parametrize(
+    ("parts", "kind", "text"),
+    [
+        (None, TypeError, "parts is None, expected a list of RowPart"),
+        ([1, 2], TypeError, r"parts is \[1, 2\], expected a list of RowPart"),
+        ((part for part in PARTS), TypeError, "parts is <generator"),
+        ([RowPart((-4, 2), torch.uint8)], ValueError, r"parts\[0\] is \(-4, 2\) with"),
+        ([PARTS[0], RowPart((4, 2), torch.uint8, (1,))], ValueError, r"parts\[1\] .*\(1,\),"),
+        ([RowPart((4, 2), torch.uint8, (9, 1))], ValueError, r"parts\[0\] .* without gaps"),
+    ],
+    ids=["none", "integers", "generator", "negative", "few strides", "gaps"],
+)
+def test_bad_parts(parts, kind, text):
+    with pytest.raises(kind, match=f"^expert_rows: {text}"):
+        expert_rows(torch.zeros(2, 256, dtype=torch.uint8), parts)
+
+
+@pytest.mark.parametrize("start", [1, 2, 4])
+def test_rows_start_where_their_widest_element_may(start):
+    room = torch.zeros(4 + 2 * 1024, dtype=torch.uint8)
+    rows = room[start : start + 2 * 1024].view(2, 1024)
+    if start == 4:
+        assert len(expert_rows(rows, PARTS)) == len(PARTS)
+        return
+    text = f"^expert_rows: rows is at byte {start} of its memory, expected a multiple of 4"
+    with pytest.raises(ValueError, match=text):
+        expert_rows(rows, PARTS)
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "text"),
+    [
+        ({"w13": None}, TypeError, "w13 is NoneType, expected a tensor"),
+        ({"w13": "x"}, TypeError, "w13 is str, expected a tensor"),
+        ({"w13": torch.zeros(128, 32).byte()}, ValueError, r"w13 is \(128, 32\), expected \[E, 2I"),
+        ({"w13": torch.zeros(1, 3, 128, 32).byte()}, ValueError, r"w13 is \(1, 3, 128, 32\), exp"),
+        ({"w13": torch.zeros(3, 96, 32).byte()}, ValueError, r"w13 is .* I and C multiples of 32"),
+        ({"w13": torch.zeros(3, 128, 24).byte()}, ValueError, r"w13 is .* I and C multiples of 32"),
+        ({"w13": torch.zeros(3, 128, 32)}, TypeError, "w13 is float32, expected uint8"),
+        ({"w13_scale": None}, TypeError, "w13_scale is NoneType, expected a tensor"),
+        ({"w2_scale": None}, TypeError, "w2_scale is NoneType, expected a tensor"),
+        ({"w2_scale": torch.zeros(3, 64, 2).int()}, TypeError, "w2_scale is int32, expected uint8"),
+        ({"w2_scale": torch.zeros(3, 64, 1).byte()}, ValueError, r"w2_scale is \(3, 64, 1\), exp"),
+        ({"w2": torch.zeros(3, 64, 16).byte()}, ValueError, r"w2 is \(3, 64, 16\), expected \[E,"),
+        ({"packed": True}, ValueError, "the bank is packed, expected checkpoint codes"),
+        ({"w13_scale": None, "w2_scale": None}, ValueError, "the bank is dequantized, expected"),
+    ],
+)
+def test_what_cannot_be_packed(change, kind, text):
+    bank, _ = _bank(3, 128, 32)
+    with pytest.raises(kind, match=f"^ExpertBank.pack: {text}"):
+        dataclasses.replace(bank, **change).pack()
+
+
+def test_a_bank_shows_forms_and_no_weights():
+    bank, _ = _bank(3, 128, 32)
+    assert repr(dataclasses.replace(bank, w2_scale=None)) == (
+        "ExpertBank(w13=uint8 (3, 128, 32), w13_scale=uint8 (3, 128, 2), w2=uint8 (3, 64, 32), "
+        "w2_scale=None, packed=False)"
+    )
 
 
 @pytest.mark.parametrize("first", [0, 2])

@@ -568,7 +568,8 @@ def test_stats_can_be_read_by_another_thread():
     ("change", "kind", "text"),
     [
         ({"num_layers": 2}, ValueError, "banks is 3 banks, expected 2"),
-        ({"num_experts": 5}, ValueError, r"banks\[0\] is \(6, 4, 2\), expected 5 matrices"),
+        ({"num_experts": 5}, ValueError, r"banks\[0\].w13 holds 6 experts, expected "
+         r"num_experts, 5"),
         ({"num_slots": 0}, ValueError, "num_slots is 0, expected >= 1"),
         ({"num_slots": 19}, ValueError, "num_slots is 19, expected at most 18"),
         ({"num_slots": 2.0}, TypeError, "num_slots is 2.0, expected an integer"),
@@ -603,18 +604,31 @@ def test_banks_must_agree():
     banks = numbered_banks()
     a = banks[0]
     half = ExpertBank(a.w13, None, a.w2, a.w2_scale)
-    other = ExpertBank(a.w13, a.w13_scale.int(), a.w2, a.w2_scale)
+    other = ExpertBank(a.w13, a.w13_scale[:, :2], a.w2, a.w2_scale)
+    folded = ExpertBank(a.w13, a.w13_scale, a.w2, a.w2_scale.int())
+    none = ExpertBank(a.w13, a.w13_scale, None, a.w2_scale)
+    array = ExpertBank(a.w13, a.w13_scale.numpy(), a.w2, a.w2_scale)
+    turned = ExpertBank(a.w13.cfloat().conj(), a.w13_scale, a.w2, a.w2_scale)
+    empty = ExpertBank(a.w13[:, :0], a.w13_scale, a.w2, a.w2_scale)
+    sparse = ExpertBank(a.w13.to_sparse(), a.w13_scale, a.w2, a.w2_scale)
     packed = ExpertBank(a.w13, a.w13_scale, a.w2, a.w2_scale, packed=True)
     far = ExpertBank(a.w13.to("meta"), a.w13_scale, a.w2, a.w2_scale)
     flat = ExpertBank(a.w13[:, 0], a.w13_scale, a.w2, a.w2_scale)
-    for bank, text in (
-        (half, "with one of its scales, expected both or none"),
-        (other, r"int32 \(6, 4, 1\), .* expected .* uint8 \(6, 4, 1\), .* as banks\[0\]"),
-        (packed, r"packed, expected .* as banks\[0\]"),
-        (far, "on meta, expected cpu"),
-        (flat, r"\(6, 2\), expected 6 matrices"),
-    ):
-        with pytest.raises(ValueError, match=rf"^ExpertCache: banks\[2\] is .*{text}"):
+    for bank, kind, text in (
+        (half, ValueError, " is with one of its scales, expected both or none"),
+        (other, ValueError,
+         r" is .* uint8 \(6, 2, 1\), .* expected .* uint8 \(6, 4, 1\), .* as banks\[0\]"),
+        (packed, ValueError, r" is .* packed, expected .* as banks\[0\]"),
+        (folded, ValueError, " has int32 scales and packed=False, expected packed=True"),
+        (none, TypeError, ".w2 is NoneType, expected a tensor"),
+        (array, TypeError, ".w13_scale is ndarray, expected a tensor"),
+        (turned, TypeError, ".w13 is complex64, expected uint8, bfloat16, float16, float32"),
+        (far, ValueError, ".w13 is on meta, expected cpu"),
+        (sparse, ValueError, ".w13 is sparse_coo, expected a dense tensor"),
+        (flat, ValueError, r".w13 is \(6, 2\), expected \[E, rows, columns\], none of them 0"),
+        (empty, ValueError, r".w13 is \(6, 0, 2\), expected \[E, rows, columns\], none of"),
+    ):  # fmt: skip
+        with pytest.raises(kind, match=rf"^ExpertCache: banks\[2\]{text}"):
             cached(banks=[*banks[:2], bank])
 
 
