@@ -58,8 +58,8 @@ class Chunk:
         return first, end
 
 
-def prefill_work(seqs: tuple[SeqPlan, ...], share: float) -> Work:
-    """What a share of the layers has to compute for these parts."""
+def prefill_work(seqs: tuple[SeqPlan, ...]) -> Work:
+    """What all layers have to compute for these parts."""
     tokens = sum(len(seq.token_ids) for seq in seqs)
     before = sum(len(seq.token_ids) * seq.start for seq in seqs)
-    return Work(share, tokens, before / tokens)
+    return Work(1.0, tokens, before / tokens)

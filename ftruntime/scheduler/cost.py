@@ -22,6 +22,8 @@ _LEAST_MARGIN = 0.05
 _EARLY_STEPS, _EARLY_MARGIN = 8, 0.25
 _MOST_MARGIN = 1.0
 _LEAST_SECONDS = 1e-6
+_WHOLE = 1.1  # shares of a chunk that were moved while it ran
+_SHARE_STEP, _LEAST_WEIGHT = 0.7, 0.01
 # while nobody asks for predictions a fit in this many steps keeps up with them
 _FIT_STEPS = 16
 
@@ -105,7 +107,7 @@ class StepCost:
         if self._steps:
             last, spent = self._steps[-1]
             same = (last.tokens, last.context) == (work.tokens, work.context)
-            if same and last.share + work.share <= 1.0 + 1e-9:
+            if same and last.share + work.share <= _WHOLE:
                 self._steps.pop()
                 work, seconds = replace(work, share=last.share + work.share), spent + seconds
         self._steps.append((work, seconds))
@@ -119,6 +121,40 @@ class StepCost:
         fewest, most = self._tokens
         nearest = replace(work, tokens=min(max(work.tokens, fewest), most))
         return float(np.dot(self._factors, nearest.features()))
+
+
+class LayerShares:
+    """How the layers of a chunk share its time: evenly at first. Layers differ in kind, so the
+    slices of each chunk move the shares of their layers towards what was measured.
+    """
+
+    def __init__(self, num_layers: int) -> None:
+        self._weights = [1.0] * num_layers
+        self._slices: list[tuple[int, int, float]] = []  # of the chunk under way
+
+    def of(self, first: int, end: int) -> float:
+        """Share of layers `first .. end - 1`."""
+        return sum(self._weights[first:end]) / sum(self._weights)
+
+    def observe(self, first: int, end: int, seconds: float) -> None:
+        """These layers of a chunk ran."""
+        if first == 0:
+            self._slices = []
+        self._slices.append((first, end, seconds))
+        if end == len(self._weights) and self._slices[0][0] == 0:
+            self._move()
+
+    def _move(self) -> None:
+        total_s = sum(seconds for _, _, seconds in self._slices)
+        steps = [
+            (first, end, (seconds / total_s / self.of(first, end)) ** _SHARE_STEP)
+            for first, end, seconds in self._slices
+        ]
+        for first, end, step in steps:
+            for layer in range(first, end):
+                self._weights[layer] = max(self._weights[layer] * step, _LEAST_WEIGHT)
+        mean = sum(self._weights) / len(self._weights)
+        self._weights = [weight / mean for weight in self._weights]
 
 
 def _fit(steps: deque[tuple[Work, float]]) -> _Array:

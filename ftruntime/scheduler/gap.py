@@ -17,10 +17,11 @@ with `S` the bound:
 
 from __future__ import annotations
 
+import itertools
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from ftruntime.scheduler.cost import StepCost, Work
+from ftruntime.scheduler.cost import LayerShares, StepCost, Work
 from ftruntime.types import PAGE_TOKENS, StepKind
 
 _WAIT_SHARE = 1 / 64
@@ -38,29 +39,36 @@ class Head:
     arrival_s: float
 
 
+def whole_chunk(head: Head, tokens: int) -> Work:
+    """All layers of a chunk of `tokens` tokens that begins with this prompt."""
+    own = min(tokens, head.num_tokens)
+    return Work(1.0, tokens, own * head.start / tokens)
+
+
 class GapPolicy:
     """Clock of the gap, costs of the steps, and the size of the next piece."""
 
-    def __init__(self, bound_s: float, *, num_layers: int, smallest_slice: int) -> None:
+    def __init__(self, bound_s: float, *, edges: tuple[int, ...]) -> None:
         """
         Args:
             bound_s: seconds between the ends of two decode steps.
-            num_layers: layers of the model.
-            smallest_slice: layers that are never cut.
+            edges: layers between which chunks may be cut, from 0 to all.
         """
         self._bound_s = bound_s
-        self._num_layers = num_layers
-        self._smallest = smallest_slice
+        self._edges = edges
+        self._shares = LayerShares(edges[-1])
         self._prefill_cost, self._decode_cost = StepCost(), StepCost()
         self._start_s: float | None = None
         self._warned = False
 
-    def observe(self, kind: StepKind, work: Work, seconds: float) -> None:
-        """A step ran."""
-        if kind == "prefill":
-            self._prefill_cost.observe(work, seconds)
-        else:
-            self._decode_cost.observe(Work(1.0, work.tokens), seconds)
+    def observe(self, kind: StepKind, whole: Work, layers: tuple[int, int], seconds: float) -> None:
+        """These layers of a step ran."""
+        if kind == "decode":
+            self._decode_cost.observe(Work(1.0, whole.tokens), seconds)
+            return
+        work = replace(whole, share=self._shares.of(*layers))
+        self._prefill_cost.observe(work, seconds)
+        self._shares.observe(*layers, seconds)
 
     def step_ended(self, kind: StepKind, now: float, num_rows: int) -> None:
         """The gap begins anew with a decode, and with the first row that can decode."""
@@ -74,9 +82,10 @@ class GapPolicy:
         self._start_s = None
 
     def piece(self, head: Head, tokens: int) -> Work:
-        """The smallest slice of a chunk of `tokens` tokens that begins with this prompt."""
-        own = min(tokens, head.num_tokens)
-        return Work(self._smallest / self._num_layers, tokens, own * head.start / tokens)
+        """The longest of the smallest slices of a chunk of `tokens` tokens that begins with this
+        prompt."""
+        share = max(self._shares.of(*edges) for edges in itertools.pairwise(self._edges))
+        return replace(whole_chunk(head, tokens), share=share)
 
     def allowance(self, head: Head, now: float, *, num_rows: int) -> float:
         """Seconds of prefill between two decodes of `num_rows` rows."""
@@ -101,15 +110,20 @@ class GapPolicy:
         """What the gap under way leaves of the allowance."""
         return allowance if self._start_s is None else allowance - (now - self._start_s)
 
-    def num_slices(self, smallest: Work, room: float) -> int:
-        """How many of the smallest slice fit into `room` seconds; 1 where nothing like it was seen
-        and a guess says that it fits."""
-        seconds = self._prefill_cost.predict(smallest)
-        if seconds > room:
-            return 0
-        if not self._prefill_cost.covers(smallest):
-            return 1
-        return int(room / seconds)
+    def last_layer(self, whole: Work, first: int, room: float) -> int:
+        """Where the largest slice from layer `first` on ends that fits into `room` seconds; `first`
+        if none does. One edge on where nothing like the chunk was seen.
+
+        Args:
+            whole: all layers of the chunk.
+        """
+        whole_s, end = self._prefill_cost.predict(whole), first
+        for edge in self._edges:
+            if edge > first and self._shares.of(first, edge) * whole_s <= room:
+                end = edge
+                if not self._prefill_cost.covers(whole):
+                    break
+        return end
 
     def _decode_s(self, num_rows: int) -> float:
         if not self._decode_cost.known:
@@ -122,7 +136,7 @@ class GapPolicy:
             return
         self._warned = True
         _logger.warning(
-            "gap bound cannot hold max_decode_gap_ms=%.0f smallest_ms=%.1f: one page through %d of "
-            "%d layers and a decode step are predicted to take longer",
-            self._bound_s * 1e3, smallest_s * 1e3, self._smallest, self._num_layers,
+            "gap bound cannot hold max_decode_gap_ms=%.0f smallest_ms=%.1f: one page through the "
+            "longest of %d slices and a decode step are predicted to take longer",
+            self._bound_s * 1e3, smallest_s * 1e3, len(self._edges) - 1,
         )  # fmt: skip

@@ -11,7 +11,7 @@ go before a waiting prompt at least one slice runs.
 from __future__ import annotations
 
 from ftruntime.scheduler.chunk import Chunk, even_bounds, prefill_work
-from ftruntime.scheduler.gap import GapPolicy, Head
+from ftruntime.scheduler.gap import GapPolicy, Head, whole_chunk
 from ftruntime.scheduler.policy import InterleavePolicy
 from ftruntime.scheduler.prefill import PrefillManager
 from ftruntime.types import PAGE_TOKENS, SchedulerLimits, StepKind, StepPlan
@@ -33,8 +33,9 @@ class Pace:
         self._every_slice = groups is not None and groups > 1
         self._gap: GapPolicy | None = None
         if bound_s is not None:
-            smallest = 1 if self._bounds is None else -(-limits.num_layers // (groups or 1))
-            self._gap = GapPolicy(bound_s, num_layers=limits.num_layers, smallest_slice=smallest)
+            self._gap = GapPolicy(
+                bound_s, edges=self._bounds or tuple(range(limits.num_layers + 1))
+            )
         self._last: StepKind | None = None
         self._planned_s = 0.0
 
@@ -79,9 +80,9 @@ class Pace:
         if self._gap is None or self._bounds is not None or num_rows == 0 or head is None:
             return chunk.num_left
         allowance = self._gap.allowance(head, self._planned_s, num_rows=num_rows)
-        layer = prefill_work(chunk.seqs, 1 / self._limits.num_layers)
         room = self._gap.left(allowance, self._planned_s)
-        return max(1, self._gap.num_slices(layer, room))
+        end = self._gap.last_layer(prefill_work(chunk.seqs), chunk.planned, room)
+        return max(1, end - chunk.planned)
 
     def planned(self, plan: StepPlan) -> None:
         """A step goes out. A chunk counts with its last slice, so a decode within it clears."""
@@ -91,10 +92,9 @@ class Pace:
 
     def ran(self, plan: StepPlan, now: float) -> None:
         """The step took the time since it was planned."""
-        if self._gap is None:
-            return
-        share = (plan.layers[1] - plan.layers[0]) / self._limits.num_layers
-        self._gap.observe(plan.kind, prefill_work(plan.seqs, share), now - self._planned_s)
+        if self._gap is not None:
+            work = prefill_work(plan.seqs)
+            self._gap.observe(plan.kind, work, plan.layers, now - self._planned_s)
 
     def ended(self, kind: StepKind, now: float, num_rows: int) -> None:
         """A step ran or failed; `num_rows` can decode now."""
@@ -107,16 +107,18 @@ class Pace:
         if self._gap is None or head is None:
             return True
         allowance = self._gap.allowance(head, now, num_rows=num_rows)
-        tokens = head.num_tokens
-        if chunk is None:
+        room, first = self._gap.left(allowance, now), 0
+        if chunk is not None:
+            whole, first = prefill_work(chunk.seqs), chunk.planned
+        else:
             tokens = self._gap.chunk_tokens(head, allowance, self._most_tokens())
-        piece = self._gap.piece(head, tokens)
-        return self._gap.num_slices(piece, self._gap.left(allowance, now)) > 0
+            whole = whole_chunk(head, tokens)
+        return self._gap.last_layer(whole, first, room) > first
 
     def _head(self, chunk: Chunk | None) -> Head | None:
         """What goes on: the chunk as one prompt, else the next prompt."""
         if chunk is not None:
-            work = prefill_work(chunk.seqs, 1.0)
+            work = prefill_work(chunk.seqs)
             return Head(int(work.context), work.tokens, chunk.batch[0][0].request.arrival_s)
         row = self._prefill.next_row()
         if row is None:

@@ -11,7 +11,7 @@ import random
 
 import pytest
 
-from ftruntime.scheduler.cost import StepCost, Work
+from ftruntime.scheduler.cost import LayerShares, StepCost, Work
 
 A, B, D = 0.262, 0.200e-3, 1.08e-9
 
@@ -128,3 +128,24 @@ def test_noise_of_a_tenth_is_covered_by_the_margin() -> None:
             assert actual <= 1.1 * cost.predict(work)
         cost.observe(work, actual)
     assert over <= 30
+
+
+def test_shares_of_layers_are_even_at_first_and_follow_what_slices_take() -> None:
+    shares, true = LayerShares(4), (1.0, 3.0, 2.0, 2.0)
+    assert [shares.of(n, n + 1) for n in range(4)] == [0.25] * 4
+    shares.observe(0, 4, 9.0)
+    assert shares.of(0, 1) == 0.25, "a whole chunk tells nothing"
+    for _ in range(10):
+        for layer, weight in enumerate(true):
+            shares.observe(layer, layer + 1, 5.0 * weight)
+    for first, end in ((0, 1), (1, 2), (1, 3), (0, 4)):
+        assert shares.of(first, end) == pytest.approx(sum(true[first:end]) / 8, rel=1e-3)
+
+
+def test_slices_of_a_chunk_that_was_given_up_tell_nothing() -> None:
+    shares = LayerShares(4)
+    shares.observe(2, 4, 9.0)
+    shares.observe(0, 1, 9.0)
+    shares.observe(0, 2, 1.0)
+    shares.observe(2, 4, 1.0)
+    assert shares.of(0, 1) == 0.25

@@ -13,6 +13,7 @@ from dataclasses import replace
 import pytest
 
 from ftruntime.scheduler.cost import StepCost
+from ftruntime.types import StepPlan
 from tests.ftruntime.scheduler.timed import (
     DECODE_S,
     NUM_LAYERS,
@@ -169,3 +170,21 @@ def test_s06_under_load_both_go_on() -> None:
     assert min(prefill_s, decode_s) > 5.0
     order = list(timed.first_tokens)
     assert order == sorted(order, key=lambda name: int(name[1:])), "first come, first served"
+
+
+def uneven(plan: StepPlan) -> float:
+    """Of seven layers two cost nearly nothing, and every second of the others three times more."""
+    weights = (0.1, 0.1, 3.0, 1.0, 3.0, 1.0, 3.0)
+    share = sum(weights[slice(*plan.layers)]) / sum(weights)
+    whole = step_seconds(replace(plan, layers=(0, NUM_LAYERS)))
+    return whole if plan.kind == "decode" else share * whole
+
+
+@pytest.mark.parametrize("bound_s", [1.2, 0.6], ids=str)
+def test_layers_that_cost_different_times_are_learned(bound_s: float) -> None:
+    timed = attack(replace(SEED_LIMITS, num_layers=7), uneven, max_decode_gap_s=bound_s)
+    late = [gap for gap in timed.gaps if gap > 0.02][10:]
+    assert len(late) > 30
+    assert max(late) <= bound_s
+    assert sum(gap > bound_s for gap in timed.gaps) <= 2, "while layers are taken to be alike"
+    assert wall(timed) <= 1.06 * 76.4
