@@ -1,6 +1,10 @@
 """The cache when a copier or a policy fails, and policies that give what is no victim.
 
 Case O02 (what is in flight or in use is never a victim).
+Mutants that these tests catch: keys of a failed call left in their slots, or only after errors that
+are no interrupt; entries of the table left behind by one; slots that lost an entry, or whose mark
+failed, overwritten without a mark, forgotten by the next mark, or given to hints; a victim that is
+not asked about, True for key 1, keys below 0, past the last or not resident that may go.
 """
 
 from __future__ import annotations
@@ -95,6 +99,27 @@ def test_a_call_that_fails_leaves_a_cache_that_works(method, late, lookups, lane
         cache.check()
 
 
+def test_hints_leave_alone_what_a_failed_mark_says_nothing_of():
+    fake = FakeCopier()
+    cache = ExpertCache(L, E, 2, numbered_banks(), device="cpu", copier=fake)
+    faults, step = Faults(fake, "mark", late=False), cache.step("decode")
+    step.__enter__()
+    cache.ensure(0, ids(0, 1))
+    faults.left = 1
+    with pytest.raises(Broken):
+        step.__exit__(None, None, None)
+    fake.finish()
+    before = cache.stats()
+    cache.prefetch(1, [0])
+    assert cache.stats() == before
+    with cache.step("decode"):
+        cache.ensure(0, ids(0))
+    fake.finish()
+    cache.prefetch(1, [0])
+    assert cache.stats() != before
+    cache.check()
+
+
 class Stubborn(Lru):
     """Gives what it is told to as a victim, whatever may go."""
 
@@ -104,16 +129,16 @@ class Stubborn(Lru):
         return self.gives[0] if self.gives else super().victim(usable)
 
 
-@pytest.mark.parametrize("given", [99, -1, True, 2.0, "2", 17, 0, 6, None], ids=repr)
+@pytest.mark.parametrize("given", [99, -1, True, 1.0, "1", 17, 0, 6, None], ids=repr)
 def test_what_is_no_victim_is_refused(given):
-    """Keys 0 and 1 are in use, 6 in flight, 2 may go, 17 is not resident."""
+    """Keys 0 and 2 are in use, 6 in flight, 1 may go, 17 is not resident."""
     policy, fake = Stubborn(), FakeCopier()
     cache = ExpertCache(L, E, 4, numbered_banks(), device="cpu", policy=policy, copier=fake)
     with cache.step("decode"):
-        cache.ensure(0, ids(2))
+        cache.ensure(0, ids(1))
         fake.finish()
     with cache.step("decode"):
-        cache.ensure(0, ids(0, 1))
+        cache.ensure(0, ids(0, 2))
         cache.prefetch(1, [0])
         policy.gives = (given,)
         text = rf"^ExpertCache: policy gave {given!r} as a victim, expected a resident expert that"

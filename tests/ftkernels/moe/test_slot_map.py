@@ -2,7 +2,8 @@
 
 Mutants that these tests catch: a held key that goes, a loading key that goes, a hint that stays one
 after its use, a wasted hint taken for a used one, one holder that releases for all, a dropped key
-whose slot is lost, an insert that the policy is not told of, `spare` not asked.
+whose slot is lost, an insert that the policy is not told of, `spare` not asked, a key left in its
+slot by an insert that failed.
 """
 
 from __future__ import annotations
@@ -94,6 +95,28 @@ def test_spare_is_asked_of_those_that_may_go():
     assert slots.place(4, "decode", spare=spare).evicted == 3
     assert asked == [2, 3, 3], "the victim once more"
     assert slots.place(5, "decode", spare=lambda key: False) is None
+
+
+@pytest.mark.parametrize("method", ["insert", "remove", "victim"])
+@pytest.mark.parametrize("late", [False, True])
+def test_a_policy_that_fails_leaves_a_sound_map(method, late, monkeypatch):
+    policy = Lru()
+    slots = SlotMap(9, 2, policy)
+    placed(slots, 1, 2)
+
+    def fail(*args, **kwargs):
+        if late:
+            getattr(Lru, method)(policy, *args, **kwargs)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(policy, method, fail)
+        with pytest.raises(KeyboardInterrupt):
+            slots.place(3, "decode", hint=True)
+    slots.check()
+    assert slots.slot(3) == -1
+    assert slots.slot(1) == (0 if method == "victim" else -1), "the slot is free or as it was"
+    assert slots.slot(2) == 1
 
 
 def test_a_dropped_key_leaves_a_free_slot():
