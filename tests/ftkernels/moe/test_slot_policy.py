@@ -196,6 +196,8 @@ OPS = st.lists(
 def test_is_its_definition(name, ops):
     policy, model = build(name), naive(name)
     resident, phase = set(), "decode"
+    for one in (policy, model):
+        one.begin(phase)
 
     def evict(usable):
         expected, victim = model.victims(usable), policy.victim(usable)
