@@ -21,6 +21,12 @@ def check_limits(limits: SchedulerLimits) -> None:
         value = getattr(limits, name)
         if value < 0:
             raise ValueError(f"{name} is {value}, expected >= 0")
+    if limits.max_decode_gap_s is not None and not limits.max_decode_gap_s > 0:
+        raise ValueError(f"max_decode_gap_s is {limits.max_decode_gap_s}, expected > 0, or unset")
+    if limits.prefill_layer_groups is not None and limits.prefill_layer_groups < 1:
+        raise ValueError(
+            f"prefill_layer_groups is {limits.prefill_layer_groups}, expected >= 1, or unset"
+        )
     if limits.chunk_tokens < PAGE_TOKENS or limits.chunk_tokens % PAGE_TOKENS:
         raise ValueError(
             f"chunk_tokens is {limits.chunk_tokens}, expected a positive multiple of {PAGE_TOKENS}"

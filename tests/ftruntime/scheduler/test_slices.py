@@ -14,6 +14,7 @@ import pytest
 from ftruntime.scheduler.chunk import even_bounds
 from ftruntime.scheduler.scheduler import Scheduler
 from ftruntime.scheduler.table import RequestRow
+from ftruntime.types import SchedulerLimits
 from tests.ftruntime.scheduler.support import Bench, make_limits, make_request
 
 NUM_LAYERS = 7
@@ -33,6 +34,22 @@ def test_slices_are_as_even_as_possible(num_layers: int, groups: int) -> None:
     assert len(sizes) == min(groups, num_layers)
     assert max(sizes) - min(sizes) <= 1
     assert min(sizes) >= 1
+
+
+@pytest.mark.parametrize(
+    ("limits", "sentence"),
+    [
+        (make_limits(groups=0), "prefill_layer_groups is 0, expected >= 1, or unset"),
+        (make_limits(gap_s=0.0), "max_decode_gap_s is 0.0, expected > 0, or unset"),
+        (make_limits(gap_s=-1.0), "max_decode_gap_s is -1.0, expected > 0, or unset"),
+        (make_limits(gap_s=float("nan")), "max_decode_gap_s is nan, expected > 0, or unset"),
+    ],
+    ids=["groups", "zero", "negative", "nan"],
+)
+def test_bad_limits_are_refused(limits: SchedulerLimits, sentence: str) -> None:
+    with pytest.raises(ValueError) as refusal:
+        Scheduler(limits)
+    assert str(refusal.value) == sentence
 
 
 @pytest.mark.parametrize(
