@@ -2,7 +2,8 @@
 
 Mutants tried: parts not aligned; strides ignored; the row's bytes in place of its elements as a
 stride; rows found for tensors of two allocations, for scales of another order, and for tensors with
-gaps; the offset of the first tensor left out.
+gaps; the offset of the first tensor left out; rows that are not aligned, and parts with gaps, let
+through.
 """
 
 from __future__ import annotations

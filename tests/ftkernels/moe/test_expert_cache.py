@@ -6,7 +6,9 @@ change nothing).
 Mutants that these tests catch: a copy that fails and leaves its keys in the map, a loop left early
 that keeps its slots, a release after the step, a close that does not wait (for the copier, for the
 bus), no publishing at a step's begin, unbounded hints, a width forgotten with its step, 0 for none
-in the result, layer 0's bank for all, ids below 0 kept.
+in the result, layer 0's bank for all, ids below 0 kept, groups that go on or start after their
+step, a close that is over before it waited, that waits for no copy a step came after or forgets the
+last one when it fails, int32 scales in a bank that is not packed, a class for a policy, any card.
 """
 
 from __future__ import annotations
