@@ -68,9 +68,8 @@ def test_tokens_do_not_depend_on_the_cache(form, demos, resident):
     rate = OFFLOADS[form]["moe_cache_rate"]
     assert experts["num_slots"] == max(experts["min_slots"], int(96 * rate))
     decode, prefill = experts["decode"], experts["prefill"]
-    assert decode["misses"] + prefill["misses"] > 0
     assert decode["hits"] + decode["misses"] > NUM_TOKENS // 3 * 6 * 4 // 2
-    if rate == 1.0:
+    if rate == 1.0:  # most came with the warm-up, which does not count
         assert decode["evictions"] == prefill["evictions"] == 0
         assert decode["hit_rate"] > 0.99
     else:
