@@ -146,15 +146,15 @@ class RuntimeConfig:
     enable_cache_report: bool = switch("Report prompt_tokens_details.cached_tokens in usage.")
     decode_log_interval: int = integer(40, "One decode log line per this many decode steps.", low=1)
     decode_interleave_every: int | None = integer(
-        None, "After this many scheduled prefill steps in a row, one decode step if one can run.",
+        None, "After this many prefill chunks in a row, one decode step if one can run.",
         low=1,
     )  # fmt: skip
     max_decode_gap_ms: int | None = integer(
         None, "Bound in ms on the time between two decode steps while prefill runs.", low=1
     )
     prefill_layer_groups: int | None = integer(
-        None, "Layer slices of a prefill chunk, with a decode step after each.", low=1,
-        shown_default="1",
+        None, "Layer slices of a prefill chunk; with 2 or more a decode step after each.", low=1,
+        shown_default="1, or cut as --max-decode-gap-ms needs",
     )  # fmt: skip
     served_model_name: str | None = words(
         None, "Model name in the API.", shown_default="the directory's name"

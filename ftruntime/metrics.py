@@ -44,7 +44,10 @@ _STATS = (
         ("largest_gap_ms",), "largest_decode_gap_seconds",
         "Longest time between two decode steps while a row could decode.", scale=1e-3,
     ),
-    _Stat(("prefill_steps",), "prefill_steps", "Prefill steps run.", is_counter=True),
+    _Stat(
+        ("prefill_steps",), "prefill_steps", "Prefill steps run, layer slices counted.",
+        is_counter=True,
+    ),
     _Stat(("decode_steps",), "decode_steps", "Decode steps run.", is_counter=True),
     _Stat(
         ("interleaved_decode_steps",), "interleaved_decode_steps",

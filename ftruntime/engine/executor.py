@@ -72,7 +72,7 @@ class DeviceExecutor:
         """Between steps nothing is in use: every slot is accounted for.
 
         Raises:
-            RuntimeError: an invariant of the expert cache is broken.
+            AssertionError: an invariant of the expert cache is broken.
         """
         if self._experts is not None:
             self._experts.check()

@@ -30,7 +30,7 @@ class ExpertStore:
         }
         self._cache = cache
         self._release = release
-        self._closed = False
+        self._closed = self._released = False
         self._last = dict.fromkeys(("decode", "prefill"), _phase({}))
         self._before: dict[str, dict[str, int]] = {"decode": {}, "prefill": {}}
 
@@ -55,18 +55,20 @@ class ExpertStore:
         return {**self._sizes, **self._last}
 
     def check(self) -> None:
-        """Raises RuntimeError when slots do not add up, or one is in use between steps."""
+        """Raises AssertionError when slots do not add up, or one is in use between steps."""
         if self._cache is not None and not self._closed:
             self._cache.check()
 
     def close(self) -> None:
         """Wait for copies under way and give slots and pinned bytes back."""
-        if self._closed:
+        if self._released:
             return
-        if self._cache is not None:
-            self.stats()
-            self._cache.close()
+        self.stats()
+        # a reader of the numbers in another thread must not meet a closed cache
         self._closed = True
+        if self._cache is not None:
+            self._cache.close()
+        self._released = True
         self._release()
 
 

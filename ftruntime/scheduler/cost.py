@@ -140,7 +140,7 @@ class LayerShares:
         """These layers of a chunk ran."""
         if first == 0:
             self._slices = []
-        self._slices.append((first, end, seconds))
+        self._slices.append((first, end, max(seconds, _LEAST_SECONDS)))
         if end == len(self._weights) and self._slices[0][0] == 0:
             self._move()
 

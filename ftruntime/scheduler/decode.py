@@ -34,7 +34,8 @@ class DecodeManager:
     def join(self, row: RequestRow) -> None:
         """A request has its first token and goes on."""
         row.status = "running"
-        self._running.append(row)
+        # while no decode is planned nobody else drops the rows that ended
+        self._running = [*self.rows, row]
 
     def build(self) -> list[tuple[RequestRow, SeqPlan]]:
         """One token for every live row; empty when none is left."""

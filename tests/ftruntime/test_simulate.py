@@ -202,6 +202,10 @@ def test_an_attacker_at_once_and_one_that_comes_too_late():
 def test_costless_steps_end_too():
     found = simulate("--cost", "0,0,0,0", "--prompt-tokens", 5000, "--attack-after", 0)
     assert found["max_gap_s"] == found["attacker_wall_s"] == 0
+    for flags in (("--max-decode-gap-ms", 900), ("--prefill-layer-groups", 4)):
+        for cost in ("0,0,0,0", "0,0,1e-9,0.01"):
+            found = simulate("--cost", cost, "--prompt-tokens", 5000, "--attack-after", 0, *flags)
+            assert found["victim_tokens"] == 699
 
 
 def test_the_text_says_what_it_is():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 from ftruntime.kvcache.manager import KVManager
 from ftruntime.scheduler.decode import DecodeManager
 from ftruntime.scheduler.table import RequestRow, RequestTable
@@ -44,3 +46,15 @@ def test_s04_ended_rows_stay_listed_until_the_next_decode_drops_them() -> None:
     assert (decode.can_run, decode.rows) == (True, ())
     assert decode.build() == []
     assert not decode.can_run
+
+
+def test_rows_that_ended_do_not_pile_up_while_no_decode_is_planned() -> None:
+    table, kv = RequestTable(3), KVManager(10, 11)
+    decode = DecodeManager(kv)
+    rows = []
+    for number in range(50):
+        rows.append(running(table, kv, str(number)))
+        decode.join(rows[-1])
+        table.end(rows[-1])
+        kv.release(str(number))
+    assert len(gc.get_referents(decode._running)) == 1
