@@ -293,10 +293,10 @@ def test_an_interrupt_in_the_bookkeeping_waits_for_the_end_of_the_step(make: Mak
     scheduler = loop_of(llm)._scheduler
     commit, committed = scheduler.commit, [0]
 
-    def interrupted(plan: StepPlan, result: StepResult) -> object:
+    def interrupted(plan: StepPlan, result: StepResult, now: float) -> object:
         os.kill(os.getpid(), signal.SIGINT)
         committed[0] += 1
-        return commit(plan, result)
+        return commit(plan, result, now)
 
     scheduler.commit = interrupted  # type: ignore[method-assign, assignment]
     with pytest.raises(KeyboardInterrupt):
