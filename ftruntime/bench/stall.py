@@ -24,6 +24,7 @@ ATTACKER_OUTPUT_TOKENS: Final = 3
 _VICTIM_WORDS: Final = 40
 _FIRST_VICTIM_SEED: Final = 1000
 _POLL_S: Final = 2.0
+_CANCEL_AGAIN_S: Final = 1.0
 
 _logger = logging.getLogger(__name__)
 
@@ -188,8 +189,11 @@ async def _together(work: Sequence[Coroutine[object, object, None]]) -> None:
     try:
         await asyncio.gather(*tasks)
     finally:
-        for task in tasks:
-            task.cancel()
+        left = set(tasks)
+        while left:  # a wait inside a task may take a cancellation for its own end
+            for task in left:
+                task.cancel()
+            _, left = await asyncio.wait(left, timeout=_CANCEL_AGAIN_S)
         await asyncio.gather(*tasks, return_exceptions=True)
 
 

@@ -320,6 +320,8 @@ def test_ctrl_c_closes_the_streams():
              "--victims", "3", "--victim-tokens", "100000", "--attacker-tokens", "600"],
             cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"},
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            # also where the tests were started with interrupts ignored
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )  # fmt: skip
         deadline = time.monotonic() + 30
         while foreign.open_streams < 3:
