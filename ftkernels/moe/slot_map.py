@@ -103,7 +103,7 @@ class SlotMap:
         return Placed(slot, evicted, wasted)
 
     def ready(self, slot: int) -> int:
-        """Compute comes after the copy into ``slot``; returns its key, -1 if it was dropped."""
+        """Compute comes after the copy into ``slot``, which is not free; returns its key."""
         if self._state[slot] == LOADING:
             self._state[slot] = READY
         return self._key_of[slot]

@@ -101,8 +101,10 @@ class GapPolicy:
         """Tokens of the next chunk, whole pages, so that its smallest slice fits."""
         if not self._prefill_cost.known:
             return PAGE_TOKENS
+        share = self.piece(head, most).share  # of any chunk
         for tokens in range(most, PAGE_TOKENS, -PAGE_TOKENS):
-            if self._prefill_cost.predict(self.piece(head, tokens)) <= allowance:
+            piece = replace(whole_chunk(head, tokens), share=share)
+            if self._prefill_cost.predict(piece) <= allowance:
                 return tokens
         return PAGE_TOKENS
 
