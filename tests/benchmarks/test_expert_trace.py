@@ -255,6 +255,5 @@ def test_plot_says_what_it_needs(trace, tmp_path, monkeypatch, capsys):
 
 
 def test_plot(trace, tmp_path, capsys):
-    pytest.importorskip("matplotlib")
     trace.main([*SMALL, "--seeds", "1", "--plot", str(tmp_path / "rates.png")])
     assert (tmp_path / "rates.png").stat().st_size > 1000

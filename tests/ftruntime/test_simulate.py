@@ -14,6 +14,7 @@ import json
 import math
 from itertools import pairwise
 
+import matplotlib
 import pytest
 from click.testing import CliRunner, Result
 
@@ -290,7 +291,6 @@ def test_an_attacker_that_cannot_be_served_is_said():
 
 
 def test_the_plot_shows_victim_and_prefill(tmp_path):
-    matplotlib = pytest.importorskip("matplotlib")
     path = tmp_path / "plot.svg"
     with matplotlib.rc_context({"svg.fonttype": "none"}):
         simulate("--prompt-tokens", 5000, "--plot", path)

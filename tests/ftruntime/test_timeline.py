@@ -1,4 +1,4 @@
-"""The plot of a token timeline; what is drawn is read back from the SVG, where matplotlib is.
+"""The plot of a token timeline; what is drawn is read back from the SVG.
 
 Mutants tried and seen red: a stream left out of the legend, a suffix that is not checked.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import builtins
 
+import matplotlib
 import pytest
 
 from ftruntime.timeline import check_drawable, draw
@@ -14,7 +15,6 @@ from ftruntime.timeline import check_drawable, draw
 
 @pytest.mark.parametrize("suffix", ["svg", "png", "pdf"])
 def test_draws_a_file(tmp_path, suffix):
-    pytest.importorskip("matplotlib")
     path = tmp_path / f"plot.{suffix}"
     draw(path, {"victim": [0.0, 0.5, 7.0], "silent": []}, "simulated", spans={"prefill": (0.5, 7)})
     start = {"svg": b"<?xml", "png": b"\x89PNG", "pdf": b"%PDF"}[suffix]
@@ -22,7 +22,6 @@ def test_draws_a_file(tmp_path, suffix):
 
 
 def test_names_every_stream_and_span(tmp_path):
-    matplotlib = pytest.importorskip("matplotlib")
     path = tmp_path / "plot.svg"
     with matplotlib.rc_context({"svg.fonttype": "none"}):
         draw(path, {"victim": [1.0], "other": [2.0]}, "a title", spans={"prefill": (0.0, 1.0)})
