@@ -18,6 +18,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from ftruntime import cli, demo_cache
+from ftruntime.cli import make_demo, serve
 from ftruntime.config import RuntimeConfig, flag_specs
 from ftruntime.demo.presets import PRESETS, demo_config
 
@@ -253,7 +254,7 @@ def test_another_platform_is_one_sentence(checkpoint, monkeypatch):
 
 def test_a_missing_package_is_named(checkpoint, monkeypatch):
     monkeypatch.setattr(
-        cli, "_front", lambda: (_ for _ in ()).throw(ModuleNotFoundError(name="uvicorn"))
+        serve, "_front", lambda: (_ for _ in ()).throw(ModuleNotFoundError(name="uvicorn"))
     )
     result = invoke("serve", str(checkpoint), "--port", str(free_port()))
     assert result.exit_code == 1
@@ -277,7 +278,7 @@ def test_make_demo(tmp_path, monkeypatch):
 
 
 def test_presets_are_those_of_the_generator():
-    assert cli._PRESET.choices == PRESETS
+    assert make_demo.PRESET.choices == PRESETS
 
 
 def test_make_demo_does_not_overwrite(tmp_path):
@@ -341,7 +342,7 @@ def test_an_interrupt_is_quiet(checkpoint, monkeypatch):
     def interrupted(config: RuntimeConfig, shape: object) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "_run", interrupted)
+    monkeypatch.setattr(serve, "_run", interrupted)
     result = invoke("serve", str(checkpoint))
     assert result.exit_code == 130
     assert "Traceback" not in result.output

@@ -31,6 +31,7 @@ from ftruntime.bench.client import within
 from ftruntime.bench.report import wall
 from ftruntime.bench.settings import BenchError, StallSettings
 from ftruntime.bench.stall import StallResult, run_stall
+from ftruntime.cli import bench_stall
 from tests.ftruntime.bench.foreign import Behaviour, Foreign, serving
 
 ROOT = Path(__file__).parents[3]
@@ -267,7 +268,7 @@ def test_the_command_prints_one_json_value_or_a_table():
 
 def test_the_plot_gets_every_victim_and_the_prefill(monkeypatch, tmp_path):
     drawn: list[Any] = []
-    monkeypatch.setattr(cli, "check_drawable", drawn.append)
+    monkeypatch.setattr(bench_stall, "check_drawable", drawn.append)
     monkeypatch.setattr(stall, "draw", lambda *args, **kwargs: drawn.append((args, kwargs)))
     path = tmp_path / "a.svg"
     with serving(Behaviour()) as (url, _):

@@ -1,0 +1,65 @@
+"""``ftruntime inspect``: what the flags resolve to."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+
+import click
+
+from ftruntime import inspect as inspection
+from ftruntime import log
+from ftruntime.cli.common import checkpoint_shape, log_lines
+from ftruntime.cli.group import USAGE, refusals
+from ftruntime.config import check_servable, inactive_flags
+from ftruntime.options import flag_options, read_config
+from ftruntime.plan import resolve
+
+_logger = logging.getLogger(__package__)
+
+
+@click.command()
+@click.argument("model_dir", metavar="[MODEL]", required=False)
+@click.option("--cards", metavar="N", help=inspection.CARDS.help_line)
+@click.option("--card-gib", metavar="F", help=inspection.CARD_GIB.help_line)
+@click.option("--json", "as_json", is_flag=True, help="One JSON value instead of a table.")
+@flag_options
+def inspect(
+    model_dir: str | None,
+    cards: str | None,
+    card_gib: str | None,
+    as_json: bool,
+    **params: str | bool | None,
+) -> None:
+    """Show what the flags resolve to for MODEL (a directory, flash or pro), without starting."""
+    with refusals(USAGE):
+        config, facts = inspection.machine(read_config(params, model_dir), cards, card_gib)
+    log.setup()
+    if config.model is None or config.model in inspection.BUILTIN_MODELS:
+        with refusals(USAGE):
+            shape = inspection.shape_of(config.model)
+    else:
+        shape = checkpoint_shape(config)
+    with refusals(USAGE):
+        plan = resolve(config, shape, facts, strict=False)
+    log_lines((*plan.notes, *inactive_flags(config, plan)), plan.warnings)
+    if not plan.fits and facts.kind == "cpu":
+        _logger.warning("this machine is what was planned for; --cards and --card-gib plan others")
+    if not plan.fits:
+        _logger.warning(
+            "plan does not fit needed_bytes=%d budget_bytes=%d", plan.total_bytes, plan.budget_bytes
+        )
+    sentences = []
+    for check in (lambda: check_servable(config), lambda: resolve(config, shape, facts)):
+        try:
+            check()
+        except ValueError as error:
+            sentences.append(str(error))
+            _logger.warning("serve refuses to start with these flags: %s", error)
+    refusal = sentences[0] if sentences else None
+    values = inspection.report(str(config.model), config, shape, plan, refusal)
+    if as_json:
+        click.echo(json.dumps(values))
+    else:
+        inspection.print_table(values, plan, sys.stdout)

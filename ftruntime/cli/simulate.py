@@ -1,0 +1,35 @@
+"""``ftruntime simulate``: the scheduler against modelled step times."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import click
+
+from ftruntime import log
+from ftruntime import simulate as simulation
+from ftruntime.cli.common import log_lines, progress_bar
+from ftruntime.cli.group import FAILED, USAGE, refusals
+from ftruntime.options import flag_options, options
+from ftruntime.sim.settings import prepare, simulate_specs
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="One JSON value instead of a table.")
+@options(simulate_specs())
+@flag_options
+def simulate(as_json: bool, **params: str | bool | None) -> None:
+    """Run the scheduler against modelled step times: a long prompt beside a running stream, or a
+    trace of many clients. Needs no GPU and no weights. A flag of `serve` overrides the preset's.
+    """
+    log.setup("warning")
+    with refusals(USAGE):
+        experiment = prepare(params)
+    log_lines((), experiment.plan.warnings)
+    with refusals(FAILED), progress_bar("simulating") as progress:
+        reports = simulation.run(experiment, progress)
+    if as_json:
+        click.echo(json.dumps(reports if len(reports) > 1 else reports[0]))
+    else:
+        simulation.print_reports(experiment, reports, sys.stdout)
