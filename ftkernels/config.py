@@ -2,16 +2,20 @@
 
 A file `configs/<gpu>/<op>.json` holds `op`, `gpu`, `schema` and a list of `entries`. An entry holds
 `key` (sizes by name), `config` (fields that overlay the default record), `source` ("measured" or
-"modelled"), `triton` and `source_hash`. What does not fit this process is ignored with one warning.
+"modelled"), `triton` (the versions it is good for, with blanks between) and `source_hash`. What
+does not fit this process is ignored with one warning.
 """
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import hashlib
 import inspect
+import io
 import json
 import sys
+import tokenize
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -51,13 +55,25 @@ class _Entry:
     source: str
 
 
-_pinned: ContextVar[Mapping[str, object]] = ContextVar("pinned", default=MappingProxyType({}))
+@dataclass(frozen=True)
+class _Pin:
+    config: Any
+    key: FrozenKey | None
+
+
+_pinned: ContextVar[Mapping[str, _Pin]] = ContextVar("pinned", default=MappingProxyType({}))
 _watcher: ContextVar[Callable[[Found], None] | None] = ContextVar("watcher", default=None)
 
 
 def bucket(n: int) -> int:
     """The power of two at or above `n`, at most 8192."""
     return min(1 << max(0, int(n) - 1).bit_length(), _BUCKET_TOP)
+
+
+def entry_key(key: Key, grows: str = "") -> FrozenKey:
+    """The key of an entry for `key` and the sizes that share a bucket with it."""
+    sizes = {**key, grows: bucket(key[grows])} if grows in key else key
+    return tuple(sorted(sizes.items()))
 
 
 def lookup(op: str, key: Key, default: Callable[[Any], Config], *, grows: str = "") -> Config:
@@ -69,9 +85,9 @@ def lookup(op: str, key: Key, default: Callable[[Any], Config], *, grows: str = 
             entry must have been made from.
         grows: the field of `key` whose power-of-two bucket is tried when no entry is exact.
     """
-    pinned = _pinned.get()
-    if op in pinned:
-        found = Found(op, key, pinned[op], "pinned")
+    pinned = _pinned.get().get(op)
+    if pinned is not None and pinned.key in (None, entry_key(key, grows)):
+        found = Found(op, key, pinned.config, "pinned")
     else:
         found = _find(op, target.config_name(), tuple(sorted(key.items())), default, grows)
     watcher = _watcher.get()
@@ -82,9 +98,13 @@ def lookup(op: str, key: Key, default: Callable[[Any], Config], *, grows: str = 
 
 
 @contextlib.contextmanager
-def pin(op: str, config: object) -> Iterator[None]:
-    """Every lookup of `op` gives `config` while the context is open; for tests and the tuner."""
-    token = _pinned.set({**_pinned.get(), op: config})
+def pin(op: str, config: object, *, key: FrozenKey | None = None) -> Iterator[None]:
+    """Every lookup of `op` gives `config` while the context is open; for tests and the tuner.
+
+    Args:
+        key: only lookups that an entry of this key serves.
+    """
+    token = _pinned.set({**_pinned.get(), op: _Pin(config, key)})
     try:
         yield
     finally:
@@ -113,9 +133,7 @@ def _find(op: str, gpu: str, key: FrozenKey, default: Callable[[Any], Any], grow
     base = default(sizes)
     record: Callable[..., Any] = type(base)
     known = _entries(op, gpu, source_hash(default), record)
-    entry = known.get(key)
-    if entry is None and grows in sizes:
-        entry = known.get(tuple(sorted({**sizes, grows: bucket(sizes[grows])}.items())))
+    entry = known.get(key) or known.get(entry_key(sizes, grows))
     if entry is None:
         return Found(op, sizes, base, "default")
     return Found(op, sizes, replace(base, **entry.fields), entry.source)
@@ -123,9 +141,28 @@ def _find(op: str, gpu: str, key: FrozenKey, default: Callable[[Any], Any], grow
 
 @lru_cache(maxsize=256)
 def source_hash(function: Callable[..., Any]) -> str:
-    """Hash of the module that defines `function`; a tuned entry made from other source is stale."""
-    module = sys.modules[function.__module__]
-    return hashlib.sha256(inspect.getsource(module).encode()).hexdigest()[:16]
+    """Hash of the module that defines `function`; a tuned entry made from other source is stale.
+
+    Comments, docstrings and blank lines do not count.
+    """
+    source = inspect.getsource(sys.modules[function.__module__])
+    return hashlib.sha256(_code(source).encode()).hexdigest()[:16]
+
+
+def _code(source: str) -> str:
+    """The lines of a module without comments and without statements that are but a string."""
+    lines = source.splitlines()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            line, column = token.start
+            lines[line - 1] = lines[line - 1][:column]
+    for node in ast.walk(ast.parse(source)):
+        value = node.value if isinstance(node, ast.Expr) else None
+        if isinstance(value, ast.Constant) and isinstance(value.value, str):
+            first, last = value.lineno, value.end_lineno or value.lineno
+            lines[first - 1] = lines[first - 1][: value.col_offset]
+            lines[first:last] = [""] * (last - first)
+    return "\n".join(line.rstrip() for line in lines if line.strip())
 
 
 @lru_cache(maxsize=256)
@@ -177,7 +214,8 @@ def _refusal(entry: object, source: str, record: Callable[..., Any]) -> str:
         return "a damaged entry"
     if entry.get("source_hash") != source:
         return "another source hash"
-    if _minor(str(entry.get("triton"))) != _minor(triton.__version__):
+    good_for = str(entry.get("triton")).split()
+    if _minor(triton.__version__) not in [_minor(version) for version in good_for]:
         return f"a Triton other than {_minor(triton.__version__)}"
     types = get_type_hints(record)
     if set(config) - set(types):

@@ -1,7 +1,8 @@
 """Tuned entries: which one applies, what it overlays, and what is ignored with one warning.
 
 Mutants tried: bucket rounded down, an entry replacing the whole record, hash unchecked, warning
-repeated at each lookup, booleans taken for sizes, pins leaking out of their context.
+repeated at each lookup, booleans taken for sizes, pins leaking out of their context, pins without
+their key, the first version of several only, comments hashed, a `#` inside a string cut off.
 """
 
 from __future__ import annotations
@@ -219,6 +220,73 @@ def test_pin_holds_inside_its_context_only(store):
         other = config.lookup("another_op", {"I": 48}, default_tiles)
         assert other == DEFAULT
     assert _lookup(T=512, I=48) == DEFAULT
+
+
+def test_a_pin_with_a_key_holds_for_the_sizes_its_entry_would_serve(store):
+    pinned = Tiles(1, 1, 1)
+    with config.pin(OP, pinned, key=config.entry_key({"T": 400, "I": 48}, "T")):
+        assert _lookup(T=512, I=48) is pinned
+        assert _lookup(T=257, I=48) is pinned
+        assert _lookup(T=513, I=48) == DEFAULT
+        assert _lookup(T=512, I=47) == Tiles(64, 47, 4)
+
+
+def test_entry_keys_are_sorted_and_bucketed_by_what_grows():
+    assert config.entry_key({"T": 400, "I": 48}, "T") == (("I", 48), ("T", 512))
+    assert config.entry_key({"T": 400, "I": 48}) == (("I", 48), ("T", 400))
+    assert config.entry_key({"I": 48}, "T") == (("I", 48),)
+
+
+@pytest.mark.parametrize("place", ["{0}", "{0} 9.1", "9.1 {0}", "9.1 9.2 {0} 9.4.0"], ids=str)
+def test_an_entry_may_be_good_for_several_versions(place, store):
+    store.write({**store.entry, "triton": place.format(triton.__version__)})
+    assert _lookup(T=512, I=48).block_i == 256
+
+
+@pytest.mark.parametrize("versions", ["", "9.1", "9.1 9.2.0", "3"], ids=str)
+def test_t13_an_entry_for_other_versions_only_is_ignored(versions, store):
+    store.write({**store.entry, "triton": versions})
+    with pytest.warns(UserWarning, match=r"1 for a Triton other than 3\."):
+        assert _lookup(T=512, I=48) == DEFAULT
+
+
+SOURCE = '''"""Words of the module."""
+import os
+
+NAME = "a # b"
+"""What the name is."""
+
+
+def f(x):
+    """Twice."""
+    return 2 * x
+'''
+SAME_CODE = {
+    "other docstring": ("Words of the module", "Other\n\nwords"),
+    "no docstring": ('    """Twice."""\n', ""),
+    "a comment": ("    return", "    # why\n    return"),
+    "a comment behind code": ("2 * x", "2 * x  # why"),
+    "a blank line": ("import os", "\nimport os\n"),
+    "other words on a name": ("What the name is", "A name"),
+}
+OTHER_CODE = {
+    "a factor": ("2 * x", "3 * x"),
+    "text behind a hash in a string": ("a # b", "a # c"),
+    "a text": ("a # b", "b # b"),
+    "a name": ("def f", "def g"),
+    "an order": ("    return 2 * x\n", "    y = 1\n    return 2 * x\n"),
+}
+
+
+@pytest.mark.parametrize("change", SAME_CODE.values(), ids=SAME_CODE)
+def test_words_do_not_make_an_entry_stale(change):
+    assert SOURCE.replace(*change) != SOURCE
+    assert config._code(SOURCE.replace(*change)) == config._code(SOURCE)
+
+
+@pytest.mark.parametrize("change", OTHER_CODE.values(), ids=OTHER_CODE)
+def test_code_makes_an_entry_stale(change):
+    assert config._code(SOURCE.replace(*change)) != config._code(SOURCE)
 
 
 def test_watch_hears_where_a_config_came_from(store):
