@@ -6,7 +6,6 @@ command line. Every refusal is one sentence.
 
 from __future__ import annotations
 
-import difflib
 import json
 import sys
 from collections.abc import Sequence
@@ -17,6 +16,8 @@ try:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
     from rich.table import Table
+
+    from autotune.ops import chosen
 except ModuleNotFoundError as missing:
     package = str(missing.name).partition(".")[0]
     raise SystemExit(
@@ -26,7 +27,6 @@ except ModuleNotFoundError as missing:
 
 if TYPE_CHECKING:
     from autotune.inspect import LaunchRow
-    from ftkernels import KernelSpec
 
 _FAILED = 1
 _ARCHES = ("89", "90", "120")
@@ -54,7 +54,7 @@ def inspect(ops: tuple[str, ...], arch: str, as_json: bool) -> None:
     from autotune.inspect import work_list
     from ftkernels import backend
 
-    specs = _chosen(ops)
+    specs = chosen(ops)
     if backend.interpreted():
         raise click.ClickException("TRITON_INTERPRET is on, expected a process without it")
     work = work_list(specs)
@@ -76,22 +76,6 @@ def inspect(ops: tuple[str, ...], arch: str, as_json: bool) -> None:
         raise click.ClickException(
             f"{len(unsound)} of {len(rows)} launches spill or do not fit: {', '.join(names)}"
         )
-
-
-def _chosen(ops: Sequence[str]) -> list[KernelSpec]:
-    from ftkernels import registry
-
-    known = {spec.name: spec for spec in registry()}
-    for op in ops:
-        if op not in known:
-            near = difflib.get_close_matches(op, known, n=3)
-            hint = f", such as {', '.join(near)}" if near else ""
-            raise click.UsageError(f"OP is {op!r}, expected the name of an op{hint}")
-        if not known[op].kernel:
-            raise click.UsageError(
-                f"OP is {op!r}, which runs its reference only, expected an op with kernels"
-            )
-    return [known[op] for op in ops] or [spec for spec in known.values() if spec.kernel]
 
 
 def _print_table(rows: Sequence[LaunchRow], arch: str) -> None:

@@ -1,0 +1,33 @@
+"""Which ops a command line names."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from ftkernels import KernelSpec
+
+
+def chosen(ops: Sequence[str]) -> list[KernelSpec]:
+    """The named ops; without names every op that has kernels.
+
+    Raises:
+        UsageError: no such op, or one that runs its reference only.
+    """
+    from ftkernels import registry
+
+    known = {spec.name: spec for spec in registry()}
+    for op in ops:
+        if op not in known:
+            near = difflib.get_close_matches(op, known, n=3)
+            hint = f", such as {', '.join(near)}" if near else ""
+            raise click.UsageError(f"OP is {op!r}, expected the name of an op{hint}")
+        if not known[op].kernel:
+            raise click.UsageError(
+                f"OP is {op!r}, which runs its reference only, expected an op with kernels"
+            )
+    return [known[op] for op in ops] or [spec for spec in known.values() if spec.kernel]
