@@ -5,13 +5,11 @@ Every op stands here with its plain-torch twin, ``<op>`` and ``<op>_reference``.
 
 from ftkernels import backend  # first: fixes interpretation before any kernel is decorated
 from ftkernels.attention.append import append_kv, append_kv_reference
+from ftkernels.attention.carry import load_carry, load_carry_reference
 from ftkernels.attention.compressor import (
     compress_kv, compress_kv_reference, compressor_state_shape,
 )  # fmt: skip
 from ftkernels.attention.decode import mla_decode, mla_decode_reference
-from ftkernels.attention.edges import (
-    load_carry, load_carry_reference, save_carry, save_carry_reference,
-)  # fmt: skip
 from ftkernels.attention.index_query import index_query, index_query_reference
 from ftkernels.attention.indexer import index_select, index_select_reference
 from ftkernels.attention.kv_store import (
@@ -89,8 +87,6 @@ __all__ = [
     "quantize_fp4_reference", "quantize_fp8", "quantize_fp8_reference", "registry", "rms_norm",
     "rms_norm_reference", "rope_tables", "rope_tables_reference", "route_hash",
     "route_hash_reference", "route_topk", "route_topk_reference", "sample", "sample_reference",
-    "save_carry", "save_carry_reference", "scratch_bytes", "store_kv", "store_kv_reference",
-    "swiglu_clamp",
-    "swiglu_clamp_reference", "top_logprobs", "top_logprobs_reference",
-    "unpack_fp4", "unpack_fp4_reference",
+    "scratch_bytes", "store_kv", "store_kv_reference", "swiglu_clamp", "swiglu_clamp_reference",
+    "top_logprobs", "top_logprobs_reference", "unpack_fp4", "unpack_fp4_reference",
 ]  # fmt: skip

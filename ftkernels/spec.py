@@ -72,7 +72,7 @@ MODULES = (
     "moe.swiglu", "moe.combine", "moe.moe_fp4", "moe.count_missing",
     "attention.kv_store", "attention.compressor", "attention.indexer", "attention.prefill",
     "attention.decode", "attention.merge", "attention.append", "attention.index_query",
-    "attention.edges",
+    "attention.carry",
     "mhc.pre", "mhc.post", "mhc.post_pre", "mhc.head",
     "sampling.sample", "sampling.logprobs", "sampling.adjust",
 )  # fmt: skip

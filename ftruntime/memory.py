@@ -116,7 +116,7 @@ def carry_bytes(shape: ModelConfig) -> int:
     return (shape.num_layers_of(4) * csa + shape.num_layers_of(128) * hca) * _FP32
 
 
-def edge_bytes(shape: ModelConfig) -> int:
+def carry_snapshot_bytes(shape: ModelConfig) -> int:
     """Carry at the end of one window page, fp32: 4 tokens of one series (ratio 4), none (128)."""
     width = shape.head_dim + shape.index_head_dim
     return shape.num_layers_of(4) * 2 * 4 * width * _FP32

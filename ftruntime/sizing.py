@@ -183,7 +183,7 @@ class Sizer:
         pages, rows = num_tokens // PAGE_TOKENS + 1, config.max_running_requests + 1
         row_page = memory.row_page_bytes(shape, **form)
         window_page = memory.window_page_bytes(shape, **form)
-        edge = memory.edge_bytes(shape) if config.cache_type == "radix" else 0
+        snapshot = memory.carry_snapshot_bytes(shape) if config.cache_type == "radix" else 0
         carry, context = memory.carry_bytes(shape), self.context(num_tokens)
         layers = shape.num_hidden_layers - shape.num_layers_of(0)
         return {
@@ -198,10 +198,10 @@ class Sizer:
                 f"layers of {PAGE_TOKENS} rows",
             ),
             "carry": Row(rows * carry, f"{rows} rows x {amount(carry)}, one of them padding"),
-            "edges": Row(
-                chunk.window_pages * edge,
-                f"{chunk.window_pages} window pages x {amount(edge)}, for prefix reuse"
-                if edge
+            "carry_snapshots": Row(
+                chunk.window_pages * snapshot,
+                f"{chunk.window_pages} window pages x {amount(snapshot)}, for prefix reuse"
+                if snapshot
                 else "no prefix reuse",
             ),
             "rope_tables": Row(

@@ -14,7 +14,13 @@ import triton.language as tl
 
 from ftkernels import backend, check, config
 from ftkernels.attention import compressor, kv_store
-from ftkernels.attention.compressor import CompressConfig, check_compress, compress_plain
+from ftkernels.attention.compressor import (
+    CompressConfig,
+    check_compress,
+    check_snapshots,
+    compress_plain,
+    snapshot_arguments,
+)
 from ftkernels.attention.kv_store import check_store, store_plain, store_token
 from ftkernels.attention.pooling import CSA_RATIO, csa_rows, hca_rows, num_programs, place
 from ftkernels.spec import Case, Inputs, KernelSpec
@@ -30,6 +36,7 @@ def append_kv(
     cu_seqlens: torch.Tensor, seq_lens: torch.Tensor, *, compress_ratio: int,
     row_norm_weight: torch.Tensor, positions: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
     eps: float = 1e-6, round_trip: bool = True, kv_format: str = "bf16",
+    carry_snapshots: torch.Tensor | None = None, snapshot_table: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
     """Store the window rows of new tokens and append the compressed rows they close.
 
@@ -44,6 +51,8 @@ def append_kv(
         eps: of both norms.
         round_trip: quantize and dequantize both kinds of row, which ``store="kv"`` does there.
         kv_format: of both pools.
+        carry_snapshots, snapshot_table: as in `compress_kv`, where a page has as many compressed
+            rows as ``cmp_kv``.
 
     Raises:
         TypeError, ValueError: an argument outside the contract, by name.
@@ -53,7 +62,7 @@ def append_kv(
     _check(
         row, window_kv, slot_mapping, kv, gate, ape, norm_weight, state, state_index, cmp_kv,
         block_table, cu_seqlens, seq_lens, compress_ratio, row_norm_weight, positions, cos, sin,
-        eps, round_trip, kv_format,
+        eps, round_trip, kv_format, carry_snapshots, snapshot_table,
     )  # fmt: skip
     if kv.numel() == 0 or row.numel() == 0 or state_index.shape[0] == 0:
         return
@@ -61,7 +70,7 @@ def append_kv(
         _append(
             row, window_kv, slot_mapping, kv, gate, ape, norm_weight, state, state_index, cmp_kv,
             block_table, cu_seqlens, seq_lens, compress_ratio, row_norm_weight, positions, cos,
-            sin, eps, round_trip, kv_format,
+            sin, eps, round_trip, kv_format, carry_snapshots, snapshot_table,
         )  # fmt: skip
         return
     num_tokens, dim = row.shape
@@ -78,13 +87,15 @@ def append_kv(
             cmp_kv, cmp_kv.stride(0), cmp_kv.stride(1), cmp_kv.shape[1],
             block_table, block_table.stride(0), cu_seqlens, seq_lens,
             cos, cos.stride(0), sin, sin.stride(0),
+            *snapshot_arguments(carry_snapshots, snapshot_table),
             programs, sequences, eps, width**-0.5,
             D=dim, BLOCK_D=triton.next_power_of_2(dim),
             CHANNELS=dim - rope_dim if round_trip else 0,
             C=width, BLOCK_C=triton.next_power_of_2(width), HALF=cos.shape[1],
             LOG2_C=width.bit_length() - 1, STORE="kv" if round_trip else "raw",
             PACKED=kv_format == "fp8", BLOCK_S=triton.next_power_of_2(sequences),
-            IS_CSA=compress_ratio == CSA_RATIO, STAGES=cfg.stages, num_warps=cfg.num_warps,
+            IS_CSA=compress_ratio == CSA_RATIO, SNAPSHOTS=carry_snapshots is not None,
+            STAGES=cfg.stages, num_warps=cfg.num_warps,
         )  # fmt: skip
 
 
@@ -95,18 +106,19 @@ def append_kv_reference(
     cu_seqlens: torch.Tensor, seq_lens: torch.Tensor, *, compress_ratio: int,
     row_norm_weight: torch.Tensor, positions: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
     eps: float = 1e-6, round_trip: bool = True, kv_format: str = "bf16",
+    carry_snapshots: torch.Tensor | None = None, snapshot_table: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
     """The two definitions one after the other."""
     _check(
         row, window_kv, slot_mapping, kv, gate, ape, norm_weight, state, state_index, cmp_kv,
         block_table, cu_seqlens, seq_lens, compress_ratio, row_norm_weight, positions, cos, sin,
-        eps, round_trip, kv_format,
+        eps, round_trip, kv_format, carry_snapshots, snapshot_table,
     )  # fmt: skip
     if kv.numel() and row.numel() and state_index.shape[0]:
         _append(
             row, window_kv, slot_mapping, kv, gate, ape, norm_weight, state, state_index, cmp_kv,
             block_table, cu_seqlens, seq_lens, compress_ratio, row_norm_weight, positions, cos,
-            sin, eps, round_trip, kv_format,
+            sin, eps, round_trip, kv_format, carry_snapshots, snapshot_table,
         )  # fmt: skip
 
 
@@ -116,13 +128,16 @@ def _check(
     state_index: torch.Tensor, cmp_kv: torch.Tensor, block_table: torch.Tensor,
     cu_seqlens: torch.Tensor, seq_lens: torch.Tensor, ratio: int, row_norm_weight: torch.Tensor,
     positions: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, eps: float, round_trip: bool,
-    kv_format: str,
+    kv_format: str, carry_snapshots: torch.Tensor | None, snapshot_table: torch.Tensor | None,
 ) -> None:  # fmt: skip
     op, store = "append_kv", "kv" if round_trip else "raw"
     check_compress(
         op, kv, gate, ape, norm_weight, state, state_index, cmp_kv, block_table, cu_seqlens,
         seq_lens, ratio, cos, store, kv_format, sin, eps, "cmp_kv",
     )  # fmt: skip
+    check_snapshots(
+        op, carry_snapshots, snapshot_table, kv, gate, state, state_index, cmp_kv, ratio, "cmp_kv"
+    )
     for name, given in (("row_norm_weight", row_norm_weight), ("positions", positions)):
         if given is None:
             raise TypeError(f"{op}: {name} is NoneType, expected a tensor")
@@ -144,7 +159,7 @@ def _append(
     state_index: torch.Tensor, cmp_kv: torch.Tensor, block_table: torch.Tensor,
     cu_seqlens: torch.Tensor, seq_lens: torch.Tensor, ratio: int, row_norm_weight: torch.Tensor,
     positions: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, eps: float, round_trip: bool,
-    kv_format: str,
+    kv_format: str, carry_snapshots: torch.Tensor | None, snapshot_table: torch.Tensor | None,
 ) -> None:  # fmt: skip
     store_plain(
         row, window_kv, slot_mapping, kv_format, 2 * cos.shape[1], round_trip, row_norm_weight,
@@ -152,7 +167,8 @@ def _append(
     )  # fmt: skip
     compress_plain(
         kv, gate, ape, norm_weight, state, state_index, cmp_kv, block_table, cu_seqlens, seq_lens,
-        ratio, cos, sin, eps, "kv" if round_trip else "raw", kv_format,
+        ratio, cos, sin, eps, "kv" if round_trip else "raw", kv_format, carry_snapshots,
+        snapshot_table,
     )  # fmt: skip
 
 
@@ -183,11 +199,13 @@ def _append_kv_kernel(
     table_ptr, stride_ts,  # [S, max_pages]
     cu_ptr, lens_ptr,  # [S+1], [S]
     cos_ptr, stride_cos, sin_ptr, stride_sin,  # [max_positions, HALF]
+    snaps_ptr, stride_nn, stride_nb, stride_nr,  # [N, 2, 4, C]
+    snap_table_ptr, stride_st,  # [S, max_pages]
     programs, S, eps, factor,
     D: tl.constexpr, BLOCK_D: tl.constexpr, CHANNELS: tl.constexpr,
     C: tl.constexpr, BLOCK_C: tl.constexpr, HALF: tl.constexpr, LOG2_C: tl.constexpr,
     STORE: tl.constexpr, PACKED: tl.constexpr, BLOCK_S: tl.constexpr, IS_CSA: tl.constexpr,
-    STAGES: tl.constexpr,
+    SNAPSHOTS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
     if pid >= programs:
@@ -204,8 +222,9 @@ def _append_kv_kernel(
                     sequence, number, kv_ptr, stride_kt, gate_ptr, stride_gt, ape_ptr, stride_ap,
                     norm_ptr, state_ptr, stride_sn, stride_sb, stride_sr, index_ptr, cmp_ptr,
                     stride_cp, stride_cr, cmp_rows, table_ptr, stride_ts, cu_ptr, lens_ptr,
-                    cos_ptr, stride_cos, sin_ptr, stride_sin, eps, factor, C, BLOCK_C, HALF,
-                    LOG2_C, STORE, PACKED,
+                    cos_ptr, stride_cos, sin_ptr, stride_sin, snaps_ptr, stride_nn, stride_nb,
+                    stride_nr, snap_table_ptr, stride_st, eps, factor, C, BLOCK_C, HALF, LOG2_C,
+                    STORE, PACKED, SNAPSHOTS,
                 )  # fmt: skip
             else:
                 hca_rows(
@@ -225,7 +244,7 @@ def _inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
     args, kwargs = compressor.SPEC.inputs(case, device=device, seed=seed)
     length = case["pos0"] + tokens // case["S"]
     positions = (torch.arange(tokens, dtype=torch.int64) % length).to(device)
-    kwargs = {name: kwargs[name] for name in ("compress_ratio", "cos", "sin", "kv_format")}
+    kwargs.pop("store")
     kwargs |= {"row_norm_weight": stored["norm_weight"], "positions": positions}
     return (row, pool, slots, *args), {**kwargs, "round_trip": case["store"] == "kv"}
 
@@ -233,7 +252,7 @@ def _inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
 def _cases() -> Iterable[Case]:
     for name in (
         "small-hca", "flash-csa-t8", "flash-hca-t8", "flash-csa", "flash-hca", "flash-csa-fp8",
-        "flash-hca-fp8",
+        "flash-hca-fp8", "flash-csa-snapshots", "flash-csa-snapshots-fp8",
     ):  # fmt: skip
         yield next(case for case in compressor.SPEC.cases if case["name"] == name)
     small = next(case for case in compressor.SPEC.cases if case["name"] == "small-csa")

@@ -63,6 +63,7 @@ def compress_kv(
     state: torch.Tensor, state_index: torch.Tensor, pool: torch.Tensor, block_table: torch.Tensor,
     cu_seqlens: torch.Tensor, seq_lens: torch.Tensor, *, compress_ratio: int, cos: torch.Tensor,
     sin: torch.Tensor, eps: float = 1e-6, store: str = "kv", kv_format: str = "bf16",
+    carry_snapshots: torch.Tensor | None = None, snapshot_table: torch.Tensor | None = None,
     scratch: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
     """Append the rows that the new tokens close to ``pool`` and move ``state`` on, both in place.
@@ -83,6 +84,10 @@ def compress_kv(
         store: "kv" (FP8 round trip of ``c - r`` channels, or packing), "index" (Hadamard and FP4
             round trip, or packing) or "raw".
         kv_format: "bf16"/"fp8" for KV rows, "bf16"/"fp4" for index rows.
+        carry_snapshots: ``[N, 2, 4, c]`` fp32, written in place (ratio 4): with the last row of a
+            page, the raw ``kv`` and ``gate`` of series A of that row's tokens, for `load_carry`.
+        snapshot_table: ``[S, max_pages]`` int32; page ``n`` of a sequence goes to entry
+            ``snapshot_table[s, n]``, -1 for nowhere.
         scratch: accepted, and none is needed.
 
     Raises:
@@ -96,13 +101,17 @@ def compress_kv(
         "compress_kv", kv, gate, ape, norm_weight, state, state_index, pool, block_table,
         cu_seqlens, seq_lens, compress_ratio, cos, store, kv_format, sin, eps,
     )  # fmt: skip
+    check_snapshots(
+        "compress_kv", carry_snapshots, snapshot_table, kv, gate, state, state_index, pool,
+        compress_ratio,
+    )  # fmt: skip
     sequences = state_index.shape[0]
     if kv.numel() == 0 or sequences == 0:
         return
     if backend.use_reference(kv):
         compress_plain(
             kv, gate, ape, norm_weight, state, state_index, pool, block_table, cu_seqlens, seq_lens,
-            compress_ratio, cos, sin, eps, store, kv_format,
+            compress_ratio, cos, sin, eps, store, kv_format, carry_snapshots, snapshot_table,
         )  # fmt: skip
         return
     width = norm_weight.shape[0]
@@ -110,18 +119,19 @@ def compress_kv(
     # keyed by the row alone: the order of the norm's sum must not depend on the batch
     cfg = config.lookup("compress_kv", {"c": width, "ratio": compress_ratio}, default_config)
     kernel = csa_kernel if is_csa else hca_kernel
+    snapshots = (*snapshot_arguments(carry_snapshots, snapshot_table),) if is_csa else ()
+    chosen = {"SNAPSHOTS": carry_snapshots is not None} if is_csa else {"STAGES": cfg.stages}
     with backend.on_device(kv):
         kernel[(num_programs(compress_ratio, kv.shape[0], sequences),)](
             kv, kv.stride(0), gate, gate.stride(0), ape, ape.stride(0), norm_weight,
             state, *state.stride()[:3], state_index,
             pool, pool.stride(0), pool.stride(1), pool.shape[1],
             block_table, block_table.stride(0), cu_seqlens, seq_lens,
-            cos, cos.stride(0), sin, sin.stride(0),
+            cos, cos.stride(0), sin, sin.stride(0), *snapshots,
             sequences, eps, width**-0.5,
             C=width, BLOCK_C=triton.next_power_of_2(width), HALF=cos.shape[1],
             LOG2_C=width.bit_length() - 1, STORE=store, PACKED=pool.dtype == torch.uint8,
-            BLOCK_S=triton.next_power_of_2(sequences),
-            **({} if is_csa else {"STAGES": cfg.stages}), num_warps=cfg.num_warps,
+            BLOCK_S=triton.next_power_of_2(sequences), **chosen, num_warps=cfg.num_warps,
         )  # fmt: skip
 
 
@@ -130,15 +140,20 @@ def compress_kv_reference(
     state: torch.Tensor, state_index: torch.Tensor, pool: torch.Tensor, block_table: torch.Tensor,
     cu_seqlens: torch.Tensor, seq_lens: torch.Tensor, *, compress_ratio: int, cos: torch.Tensor,
     sin: torch.Tensor, eps: float = 1e-6, store: str = "kv", kv_format: str = "bf16",
+    carry_snapshots: torch.Tensor | None = None, snapshot_table: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
     """The definition in plain torch, one sequence after another."""
     check_compress(
         "compress_kv", kv, gate, ape, norm_weight, state, state_index, pool, block_table,
         cu_seqlens, seq_lens, compress_ratio, cos, store, kv_format, sin, eps,
     )  # fmt: skip
+    check_snapshots(
+        "compress_kv", carry_snapshots, snapshot_table, kv, gate, state, state_index, pool,
+        compress_ratio,
+    )  # fmt: skip
     compress_plain(
         kv, gate, ape, norm_weight, state, state_index, pool, block_table, cu_seqlens, seq_lens,
-        compress_ratio, cos, sin, eps, store, kv_format,
+        compress_ratio, cos, sin, eps, store, kv_format, carry_snapshots, snapshot_table,
     )  # fmt: skip
 
 
@@ -147,6 +162,7 @@ def compress_plain(
     state: torch.Tensor, state_index: torch.Tensor, pool: torch.Tensor, block_table: torch.Tensor,
     cu_seqlens: torch.Tensor, seq_lens: torch.Tensor, compress_ratio: int, cos: torch.Tensor,
     sin: torch.Tensor, eps: float, store: str, kv_format: str,
+    carry_snapshots: torch.Tensor | None, snapshot_table: torch.Tensor | None,
 ) -> None:  # fmt: skip
     """The definition without checks."""
     bounds, lens, owners = cu_seqlens.tolist(), seq_lens.tolist(), state_index.tolist()
@@ -156,6 +172,11 @@ def compress_plain(
         if owner < 0 or begin == end or lens[s] == 0:
             continue
         pos0 = lens[s] - (end - begin)
+        if carry_snapshots is not None and snapshot_table is not None:
+            _keep_carry(
+                carry_snapshots, snapshot_table[s], CSA_RATIO * pool.shape[1], kv[begin:end],
+                gate[begin:end], state[owner], pos0,
+            )  # fmt: skip
         rows = pooled(kv[begin:end], gate[begin:end], ape, state[owner], pos0)
         if rows is not None:
             first = pos0 // compress_ratio
@@ -202,6 +223,25 @@ def _pool_csa(
     state[0, places] = kv[-len(places) :]
     state[1, places] = gate[-len(places) :]
     return rows
+
+
+def _keep_carry(
+    snapshots: torch.Tensor, table: torch.Tensor, page_tokens: int, kv: torch.Tensor,
+    gate: torch.Tensor, state: torch.Tensor, pos0: int,
+) -> None:  # fmt: skip
+    """Series A of the last four tokens of each page that tokens ``pos0..`` fill; before the ring
+    moves on."""
+    width, end = snapshots.shape[3], pos0 + kv.shape[0]
+    for page in range(pos0 // page_tokens, end // page_tokens):
+        entry = int(table[page])
+        if entry < 0:
+            continue
+        last = (page + 1) * page_tokens
+        for place, position in enumerate(range(last - CSA_RATIO, last)):
+            for half, new in enumerate((kv, gate)):
+                ring = state[half, position % _RING]
+                token = new[position - pos0] if position >= pos0 else ring
+                snapshots[entry, half, place] = token[:width]
 
 
 def _pool_hca(
@@ -321,6 +361,46 @@ def check_compress(
     check.written(op, name, pool, (("kv", kv), ("gate", gate)))
 
 
+def check_snapshots(
+    op: str, snapshots: torch.Tensor | None, table: torch.Tensor | None, kv: torch.Tensor,
+    gate: torch.Tensor, state: torch.Tensor, state_index: torch.Tensor, pool: torch.Tensor,
+    ratio: int, name: str = "pool",
+) -> None:  # fmt: skip
+    """Refuse snapshots that `compress_kv` cannot keep; after `check_compress`."""
+    if snapshots is None and table is None:
+        return
+    for given, value in (("carry_snapshots", snapshots), ("snapshot_table", table)):
+        if value is None:
+            raise TypeError(f"{op}: {given} is None, expected a tensor beside the other")
+    assert snapshots is not None
+    assert table is not None
+    check.require(
+        ratio == CSA_RATIO,
+        lambda: f"{op}: compress_ratio is {ratio} with carry_snapshots, expected 4",
+    )
+    check.require(
+        pool.shape[1] % 2 == 0,
+        lambda: f"{op}: {name} has pages of {pool.shape[1]} rows, expected an even number",
+    )
+    shape = (None, 2, CSA_RATIO, kv.shape[1] // 2)
+    check.tensor(
+        op, "carry_snapshots", snapshots, (torch.float32,), shape, "[N, 2, 4, c]", kv
+    )
+    rows = (state_index.shape[0], None)
+    check.tensor(op, "snapshot_table", table, (torch.int32,), rows, "[S, max_pages]", kv)
+    sources = (("kv", kv), ("gate", gate), ("state", state), (name, pool))
+    check.written(op, "carry_snapshots", snapshots, sources)
+
+
+def snapshot_arguments(
+    snapshots: torch.Tensor | None, table: torch.Tensor | None
+) -> tuple[torch.Tensor | int | None, ...]:
+    """Snapshots and table with their strides, as the kernels take them."""
+    if snapshots is None or table is None:
+        return None, 0, 0, 0, None, 0
+    return snapshots, *snapshots.stride()[:3], table, table.stride(0)
+
+
 @dataclass(frozen=True)
 class CompressConfig:
     stages: int
@@ -362,16 +442,20 @@ def _inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
     angles = randn(length, case["rope"] // 2, device=device, seed=seed + 5)
     args = (kv, gate, ape, norm_weight, state, index, pool, table, bounds, lens)
     kwargs = {"compress_ratio": ratio, "cos": angles.cos(), "sin": angles.sin()}
+    if case["snapshots"]:
+        count = sequences * pages + 1
+        kwargs["carry_snapshots"] = torch.zeros(count, 2, CSA_RATIO, width, device=device)
+        kwargs["snapshot_table"] = table.flip(1)
     return args, {**kwargs, "store": case["store"], "kv_format": case["kv_format"]}
 
 
 def _case(
     name: str, T: int, S: int, ratio: int, pos0: int, *, c: int = 512, rope: int = 64,
-    store: str = "kv", kv_format: str = "bf16",
+    store: str = "kv", kv_format: str = "bf16", snapshots: bool = False,
 ) -> Case:  # fmt: skip
     return {
         "name": name, "T": T, "S": S, "c": c, "ratio": ratio, "pos0": pos0, "rope": rope,
-        "store": store, "kv_format": kv_format,
+        "store": store, "kv_format": kv_format, "snapshots": snapshots,
     }  # fmt: skip
 
 
@@ -382,6 +466,7 @@ SPEC = KernelSpec(
         _case("small-csa", 18, 2, 4, 6, c=128),
         _case("small-hca", 6, 2, 128, 125, c=100, rope=12, store="raw"),
         _case("small-index", 9, 1, 4, 3, c=64, rope=32, store="index"),
+        _case("small-snapshots", 12, 2, 4, 124, c=64, rope=32, store="raw", snapshots=True),
         _case("flash-csa", 3456, 1, 4, 3456),
         _case("flash-csa-fp8", 3456, 1, 4, 3456, kv_format="fp8"),
         _case("flash-hca", 3456, 1, 128, 3456),
@@ -391,6 +476,11 @@ SPEC = KernelSpec(
         _case("flash-csa-t8", 8, 8, 4, 4099),
         _case("flash-hca-t8", 8, 8, 128, 4223),
         _case("flash-index-t8", 8, 8, 4, 4099, c=128, store="index"),
+        _case("flash-csa-snapshots", 3456, 1, 4, 3456, snapshots=True),
+        _case("flash-csa-snapshots-fp8", 3456, 1, 4, 3456, kv_format="fp8", snapshots=True),
+        _case("flash-index-snapshots", 3456, 1, 4, 3456, c=128, store="index", snapshots=True),
+        _case("flash-index-snapshots-fp4", 3456, 1, 4, 3456, c=128, store="index",
+              kv_format="fp4", snapshots=True),
     ),
     bytes_moved=lambda c: 8 * c["T"] * c["c"] * (2 if c["ratio"] == CSA_RATIO else 1),
 )  # fmt: skip

@@ -164,6 +164,33 @@ def _copy_ring(
 
 
 @triton.jit
+def _keep_carry(
+    row, pos0, kv_ptr, stride_kt, gate_ptr, stride_gt, ring_ptr, stride_sb, stride_sr,
+    snaps_ptr, stride_nn, stride_nb, stride_nr, entry_ptr, num_rows,
+    C: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """After a page's last row: series A of its four tokens, of which some may lie in the ring."""
+    if (row + 1) % num_rows == 0:
+        entry = tl.load(entry_ptr + row // num_rows).to(tl.int64)
+        if entry >= 0:
+            offs_i = tl.arange(0, _CSA).to(tl.int64)[:, None]
+            offs_c = tl.arange(0, BLOCK_C)[None, :]
+            position = row.to(tl.int64) * _CSA + offs_i
+            is_new = (offs_c < C) & (position >= pos0)
+            is_old = (offs_c < C) & (position < pos0)
+            kv_ptrs = kv_ptr + position * stride_kt + offs_c
+            gate_ptrs = gate_ptr + position * stride_gt + offs_c
+            old_ptrs = ring_ptr + (position % _RING) * stride_sr + offs_c
+            snap_ptrs = snaps_ptr + entry * stride_nn + offs_i * stride_nr + offs_c
+            tl.store(snap_ptrs, tl.load(kv_ptrs, mask=is_new, other=0.0), mask=is_new)
+            tl.store(snap_ptrs, tl.load(old_ptrs, mask=is_old, other=0.0), mask=is_old)
+            old_ptrs += stride_sb
+            snap_ptrs += stride_nb
+            tl.store(snap_ptrs, tl.load(gate_ptrs, mask=is_new, other=0.0), mask=is_new)
+            tl.store(snap_ptrs, tl.load(old_ptrs, mask=is_old, other=0.0), mask=is_old)
+
+
+@triton.jit
 def csa_rows(
     sequence, number,
     kv_ptr, stride_kt, gate_ptr, stride_gt,  # [T, 2*C]
@@ -176,9 +203,11 @@ def csa_rows(
     table_ptr, stride_ts,  # [S, max_pages]
     cu_ptr, lens_ptr,  # [S+1], [S]
     cos_ptr, stride_cp, sin_ptr, stride_sp,  # [max_positions, HALF]
+    snaps_ptr, stride_nn, stride_nb, stride_nr,  # [N, 2, 4, C]
+    snap_table_ptr, stride_st,  # [S, max_pages]
     eps, factor,
     C: tl.constexpr, BLOCK_C: tl.constexpr, HALF: tl.constexpr, LOG2_C: tl.constexpr,
-    STORE: tl.constexpr, PACKED: tl.constexpr,
+    STORE: tl.constexpr, PACKED: tl.constexpr, SNAPSHOTS: tl.constexpr,
 ):  # fmt: skip
     """Work `number` of a sequence: rows of it and, in its first, the state."""
     owner = tl.load(index_ptr + sequence).to(tl.int64)
@@ -213,6 +242,13 @@ def csa_rows(
                 pool_ptr, stride_pp, stride_pr, num_rows, factor,
                 _CSA, C, BLOCK_C, HALF, LOG2_C, STORE, PACKED,
             )  # fmt: skip
+            if SNAPSHOTS:
+                _keep_carry(
+                    row, pos0, kv_ptr, stride_kt, gate_ptr, stride_gt, ring_ptr, stride_sb,
+                    stride_sr, snaps_ptr, stride_nn, stride_nb, stride_nr,
+                    snap_table_ptr + tl.full((), sequence, tl.int64) * stride_st, num_rows,
+                    C, BLOCK_C,
+                )  # fmt: skip
         if number == 0:
             # every thread of the block has read the ring
             tl.debug_barrier()
@@ -234,9 +270,11 @@ def csa_kernel(
     table_ptr, stride_ts,  # [S, max_pages]
     cu_ptr, lens_ptr,  # [S+1], [S]
     cos_ptr, stride_cp, sin_ptr, stride_sp,  # [max_positions, HALF]
+    snaps_ptr, stride_nn, stride_nb, stride_nr,  # [N, 2, 4, C]
+    snap_table_ptr, stride_st,  # [S, max_pages]
     S, eps, factor,
     C: tl.constexpr, BLOCK_C: tl.constexpr, HALF: tl.constexpr, LOG2_C: tl.constexpr,
-    STORE: tl.constexpr, PACKED: tl.constexpr, BLOCK_S: tl.constexpr,
+    STORE: tl.constexpr, PACKED: tl.constexpr, SNAPSHOTS: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     sequence, number = place(tl.program_id(0), index_ptr, cu_ptr, lens_ptr, S, True, BLOCK_S)
     if sequence < S:
@@ -244,8 +282,9 @@ def csa_kernel(
             sequence, number,
             kv_ptr, stride_kt, gate_ptr, stride_gt, ape_ptr, stride_ap, norm_ptr, state_ptr,
             stride_sn, stride_sb, stride_sr, index_ptr, pool_ptr, stride_pp, stride_pr, num_rows,
-            table_ptr, stride_ts, cu_ptr, lens_ptr, cos_ptr, stride_cp, sin_ptr, stride_sp, eps,
-            factor, C, BLOCK_C, HALF, LOG2_C, STORE, PACKED,
+            table_ptr, stride_ts, cu_ptr, lens_ptr, cos_ptr, stride_cp, sin_ptr, stride_sp,
+            snaps_ptr, stride_nn, stride_nb, stride_nr, snap_table_ptr, stride_st, eps, factor, C,
+            BLOCK_C, HALF, LOG2_C, STORE, PACKED, SNAPSHOTS,
         )  # fmt: skip
 
 

@@ -129,7 +129,6 @@ RESULTS: Mapping[str, Forms] = {
     ),
     "compress_kv": lambda a: (),
     "append_kv": lambda a: (),
-    "save_carry": lambda a: (),
     "load_carry": lambda a: (),
     "index_query": _as("q"),
     "index_select": lambda a: (((a.index_q.shape[0], a.topk), _INT32),),

@@ -29,9 +29,8 @@ import torch
 _WRITTEN: Mapping[str, tuple[str, ...]] = {
     "rms_norm": ("residual",),
     "store_kv": ("pool",),
-    "compress_kv": ("state", "pool"),
-    "append_kv": ("window_kv", "state", "cmp_kv"),
-    "save_carry": ("edges",),
+    "compress_kv": ("state", "pool", "carry_snapshots"),
+    "append_kv": ("window_kv", "state", "cmp_kv", "carry_snapshots"),
     "load_carry": ("state",),
 }
 _ALWAYS_WRITTEN = ("out", "scratch", "routed_out")

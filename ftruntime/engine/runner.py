@@ -58,7 +58,6 @@ class BatchBuilder:
             window_block_table=_rows_of(self._window, rows, used).to(self._device),
             block_table=_rows_of(self._rows, rows, used).to(self._device),
             state_index=numbers[2 * count + 1 :],
-            ends_pages=any(_ends_page(seq) for seq in plan.seqs),
             is_decode=plan.kind == "decode",
             host_token_ids=host_by_token[0],
             scratch=self._scratch,
@@ -90,12 +89,6 @@ class BatchBuilder:
             pages[p // PAGE_TOKENS - first] * PAGE_TOKENS + p % PAGE_TOKENS
             for p in range(start, end)
         ]
-
-
-def _ends_page(seq: SeqPlan) -> bool:
-    """Whether a new token is among the last four of its page."""
-    end = seq.start + len(seq.token_ids)
-    return seq.start // PAGE_TOKENS < end // PAGE_TOKENS or end % PAGE_TOKENS > PAGE_TOKENS - 4
 
 
 def _rows_of(table: torch.Tensor, rows: list[int], used: int) -> torch.Tensor:

@@ -16,14 +16,20 @@ from ftruntime.types import PAGE_TOKENS
 class CompressedPool:
     """Rows of one compressor ``[pages, rows, c]`` and its carry, one row per request-table row.
 
-    ``edges`` ``[window pages, 2, 4, c]``: its carry at the end of each window page, where a prefix
-    cache may start a row and the carry is not empty there (ratio 4); else None.
+    ``carry_snapshots`` ``[window pages, 2, 4, c]``: its carry at the end of each window page, where
+    a prefix cache may start a row and the carry is not empty there (ratio 4); else None.
     """
 
     rows: torch.Tensor
     state: torch.Tensor
     kv_format: str
-    edges: torch.Tensor | None
+    carry_snapshots: torch.Tensor | None
+
+    def snapshots(self, window_block_table: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Keywords of the compressor's op; snapshots lie by window page."""
+        if self.carry_snapshots is None:
+            return {}
+        return {"carry_snapshots": self.carry_snapshots, "snapshot_table": window_block_table}
 
 
 @dataclass(frozen=True)
@@ -61,11 +67,11 @@ class KVStorage:
         def compressed(ratio: int, width: int, fmt: str) -> CompressedPool:
             shape = ftkernels.compressor_state_shape(ratio, width)
             state = torch.zeros(num_rows, *shape, dtype=torch.float32, device=device)
-            edges = None
+            kept = None
             if prefix_cache and ratio == 4:
-                edges = torch.zeros(window_pages, 2, 4, width, dtype=torch.float32, device=device)
+                kept = torch.zeros(window_pages, 2, 4, width, dtype=torch.float32, device=device)
             rows = pool(num_pages, PAGE_TOKENS // ratio, width, fmt)
-            return CompressedPool(rows, state, fmt, edges)
+            return CompressedPool(rows, state, fmt, kept)
 
         self.layers = tuple(
             LayerKV(
@@ -86,11 +92,11 @@ class KVStorage:
             pages, rows: ``[S]`` int32.
         """
         for pool in self._pools():
-            if pool.edges is not None:
-                ftkernels.load_carry(pool.edges, pages, pool.state, rows)
+            if pool.carry_snapshots is not None:
+                ftkernels.load_carry(pool.carry_snapshots, pages, pool.state, rows)
 
     def num_bytes(self) -> int:
-        """Bytes of all pools, carry rows and page edges."""
+        """Bytes of all pools, carry rows and carry snapshots."""
         return sum(t.untyped_storage().nbytes() for t in self._tensors())
 
     def _tensors(self) -> Iterator[torch.Tensor]:
@@ -98,8 +104,8 @@ class KVStorage:
             yield layer.window
         for pool in self._pools():
             yield from (pool.rows, pool.state)
-            if pool.edges is not None:
-                yield pool.edges
+            if pool.carry_snapshots is not None:
+                yield pool.carry_snapshots
 
     def _pools(self) -> Iterator[CompressedPool]:
         for layer in self.layers:

@@ -11,7 +11,7 @@ import ftkernels
 from ftruntime.checkpoint.loader import Weights
 from ftruntime.kvcache.storage import LayerKV
 from ftruntime.model.batch import ForwardBatch
-from ftruntime.model.compressor import Compressor, Indexer, Tables, save_edges
+from ftruntime.model.compressor import Compressor, Indexer, Tables
 from ftruntime.model.config import ModelConfig
 from ftruntime.model.linear import Fp8Linear, Input, columns, stacked
 from ftruntime.model.numerics import Numerics
@@ -108,13 +108,13 @@ class Attention:
                 cos=tables[0], sin=tables[1],
             )  # fmt: skip
             return
-        save_edges(parts[0], parts[1], batch, pool)
         ftkernels.append_kv(
             row, kv.window, batch.slot_mapping, parts[0], parts[1], compressor.ape,
             compressor.norm, pool.state, batch.state_index, pool.rows, batch.block_table,
             batch.cu_seqlens, batch.seq_lens, compress_ratio=self.ratio,
             row_norm_weight=self.kv_norm, positions=batch.positions, cos=tables[0], sin=tables[1],
             eps=eps, round_trip=self.numerics.round_trips, kv_format=kv.kv_format,
+            **pool.snapshots(batch.window_block_table),
         )  # fmt: skip
 
     def _attend(

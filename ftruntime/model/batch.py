@@ -18,7 +18,6 @@ class ForwardBatch:
         slot_mapping: ``[T]`` int64, window row of each new token.
         window_block_table, block_table: ``[S, max_pages]`` int32 by logical page, -1 for none.
         state_index: ``[S]`` int32, carry row of each sequence.
-        ends_pages: some new tokens are among the last four of a page.
         is_decode: one new token a sequence, attention by ``mla_decode``.
         host_token_ids: ``token_ids`` on the host.
         scratch: as ``scratch.scratch_bytes`` says, zero at first; None where references run.
@@ -32,7 +31,6 @@ class ForwardBatch:
     window_block_table: torch.Tensor
     block_table: torch.Tensor
     state_index: torch.Tensor
-    ends_pages: bool
     is_decode: bool
     host_token_ids: torch.Tensor
     scratch: torch.Tensor | None = None

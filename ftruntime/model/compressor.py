@@ -13,7 +13,6 @@ from ftruntime.kvcache.storage import CompressedPool
 from ftruntime.model.batch import ForwardBatch
 from ftruntime.model.config import ModelConfig
 from ftruntime.model.numerics import Numerics
-from ftruntime.types import PAGE_TOKENS
 
 Tables = tuple[torch.Tensor, torch.Tensor]
 
@@ -45,21 +44,12 @@ class Compressor:
         tables: Tables,
     ) -> None:  # fmt: skip
         """Take in the projections ``wkv x`` and ``wgate x`` of the new tokens, fp32."""
-        save_edges(kv, gate, batch, pool)
         ftkernels.compress_kv(
             kv, gate, self.ape, self.norm, pool.state, batch.state_index,
             pool.rows, batch.block_table, batch.cu_seqlens, batch.seq_lens,
             compress_ratio=self.ratio, cos=tables[0], sin=tables[1], eps=self.eps,
-            store=self.store, kv_format=pool.kv_format,
+            store=self.store, kv_format=pool.kv_format, **pool.snapshots(batch.window_block_table),
         )  # fmt: skip
-
-
-def save_edges(
-    kv: torch.Tensor, gate: torch.Tensor, batch: ForwardBatch, pool: CompressedPool
-) -> None:
-    """Keep the carry at the end of pages that the new tokens fill, where a cache may ask for it."""
-    if pool.edges is not None and batch.ends_pages:
-        ftkernels.save_carry(kv, gate, pool.edges, batch.slot_mapping, page_tokens=PAGE_TOKENS)
 
 
 @dataclass(frozen=True)

@@ -35,9 +35,9 @@ OVERLOADS = {
 }
 CHECKED = [x for x in OVERLOADS if x.endswith(".default") or not backend.interpreted()]
 WRITTEN = {
-    "rms_norm": {"residual"}, "store_kv": {"pool"}, "compress_kv": {"state", "pool"},
-    "append_kv": {"window_kv", "state", "cmp_kv"}, "moe_fp4": {"routed_out"},
-    "save_carry": {"edges"}, "load_carry": {"state"},
+    "rms_norm": {"residual"}, "store_kv": {"pool"}, "load_carry": {"state"},
+    "compress_kv": {"state", "pool", "carry_snapshots"}, "moe_fp4": {"routed_out"},
+    "append_kv": {"window_kv", "state", "cmp_kv", "carry_snapshots"},
 }  # fmt: skip
 # interpreted kernels are slow, and what tracers see does not depend on sizes
 LARGEST_BYTES = 1 << 16 if backend.interpreted() else 1 << 20

@@ -77,9 +77,9 @@ def test_carry_bytes_of_flash():
     assert memory.carry_bytes(FLASH) == pytest.approx(1.38e6 + 0.34e6 + 2 * 0.12e6, rel=0.02)
 
 
-def test_edge_bytes_of_flash():
+def test_carry_snapshot_bytes_of_flash():
     # 4 tokens of one series, values and gates, of 21 CSA layers and their indexers
-    assert memory.edge_bytes(FLASH) == 21 * 2 * 4 * (512 + 128) * 4
+    assert memory.carry_snapshot_bytes(FLASH) == 21 * 2 * 4 * (512 + 128) * 4
 
 
 def test_rope_tables():

@@ -101,8 +101,9 @@ def test_bytes_sum_to_the_share_of_memory():
     assert plan.fits
     assert plan.bytes["headroom"] > 0
     assert set(plan.bytes) == {
-        "weights", "experts", "expert_bank", "kv_rows", "kv_window", "carry", "edges",
-        "rope_tables", "activations", "scratch", "graphs", "expert_staging", "headroom",
+        "weights", "experts", "expert_bank", "kv_rows", "kv_window", "carry",
+        "carry_snapshots", "rope_tables", "activations", "scratch", "graphs", "expert_staging",
+        "headroom",
     }  # fmt: skip
     assert set(plan.why) == set(plan.bytes)
 

@@ -27,8 +27,7 @@ OPS = (
     "route_topk", "route_hash", "gate_topk", "gate_hash", "moe_align", "moe_gemm_fp4",
     "moe_gemv_fp4", "swiglu_clamp", "moe_combine", "moe_fp4", "count_missing",
     "store_kv", "load_kv", "compress_kv", "append_kv", "index_query", "index_select",
-    "save_carry", "load_carry",
-    "mla_prefill", "mla_decode", "merge_splits",
+    "load_carry", "mla_prefill", "mla_decode", "merge_splits",
     "hc_pre", "hc_post", "hc_post_pre", "hc_head", "sample", "top_logprobs",
 )  # fmt: skip
 # ops whose kernels are written; the others run their reference on every device
@@ -38,8 +37,7 @@ KERNELS = {
     "moe_gemm_fp4", "moe_gemv_fp4", "moe_fp4", "count_missing",
     "linear", "fp8_linear", "grouped_linear", "mixed_linear", "gate_topk", "gate_hash",
     "store_kv", "load_kv", "compress_kv", "append_kv", "index_query", "index_select",
-    "save_carry", "load_carry",
-    "mla_prefill", "mla_decode", "merge_splits", "swiglu_clamp", "moe_combine",
+    "load_carry", "mla_prefill", "mla_decode", "merge_splits", "swiglu_clamp", "moe_combine",
     "hc_pre", "hc_post", "hc_post_pre", "hc_head",
     "sample", "top_logprobs",
 }  # fmt: skip

@@ -3,7 +3,7 @@ for bit; those have tests of their own against fp64.
 
 Mutants run, each noticed: the store's token number not counted from its first block, one program of
 the compressor fewer, the window's slots for both pools, window rows without their norm, rows that
-are not round-tripped, the compressor's blocks left out.
+are not round-tripped, the compressor's blocks left out, snapshots left out.
 """
 
 from __future__ import annotations
@@ -99,6 +99,25 @@ def test_leaves_what_the_two_ops_leave(ratio, round_trip, news, lengths, device,
     same_bits((args[1], args[7], args[9]), expected)
 
 
+@pytest.mark.parametrize(
+    ("news", "lengths"), [([1, 1, 1], [4, 128, 131]), ([6, 1, 3], [130, 256, 128]), ([30], [270])]
+)
+def test_keeps_the_snapshots_that_compress_kv_keeps(news, lengths, device, run):
+    args, kwargs = inputs(news, lengths, 4, device)
+    pages = args[10].shape[1]
+    table = torch.arange((len(news) + 1) * pages, dtype=torch.int32, device=device).flip(0)
+    table = table.view(-1, pages)
+    kept = torch.full((table.numel(), 2, 4, 64), -1.0, device=device)
+    common = {name: kwargs[name] for name in ("compress_ratio", "cos", "sin", "eps", "kv_format")}
+    expected = kept.clone()
+    compress_kv(*(x.clone() for x in args[3:]), **common, carry_snapshots=expected,
+                snapshot_table=table)  # fmt: skip
+    assert (expected != -1).any(), "a page is filled"
+    pools = one_by_one(args, kwargs)
+    run(append_kv, *args, **kwargs, carry_snapshots=kept, snapshot_table=table)
+    same_bits((args[1], args[7], args[9], kept), (*pools, expected))
+
+
 @pytest.mark.parametrize("ratio", [4, 128])
 def test_packed_pools(ratio, device, run):
     args, kwargs = inputs([1, 2], [128, 5], ratio, device, dim=512, width=512, rope=64,
@@ -173,6 +192,8 @@ def test_empty_launches_nothing(device, run):
         (3, torch.zeros(2, 128).half(), TypeError, "append_kv: kv is float16"),
         (7, torch.zeros(2, 3, 64), ValueError, "append_kv: state is"),
         (9, torch.zeros(2, 32, 60), ValueError, "append_kv: cmp_kv is"),
+        ("carry_snapshots", torch.zeros(2, 2, 4, 64), TypeError,
+         "append_kv: snapshot_table is None, expected a tensor"),
         ("compress_ratio", 8, ValueError, "append_kv: compress_ratio is 8, expected 4 or 128"),
         ("row_norm_weight", torch.zeros(3), ValueError, "append_kv: row_norm_weight is"),
         ("positions", None, TypeError, "append_kv: positions is NoneType, expected a tensor"),

@@ -7,7 +7,8 @@ captured step are less by one and by two.
 
 Mutants tried: attention, selection, experts or hyper-connections without scratch, a copy of the
 queries before attention, hc_post and hc_pre apart, the input not quantized by the hyper-connection,
-the indexer's queries projected apart, swiglu_clamp apart, store and compressor apart.
+the indexer's queries projected apart, swiglu_clamp apart, store and compressor apart, snapshots of
+the carry in a launch of their own.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ def _batch(config, num_tokens, phase):
         cu_seqlens=_empty(num_tokens + 1), seq_lens=_empty(num_tokens),
         slot_mapping=_empty(num_tokens, dtype=torch.int64),
         window_block_table=_empty(num_tokens, PAGES), block_table=_empty(num_tokens, PAGES),
-        state_index=_empty(num_tokens), ends_pages=True, is_decode=phase == "decode",
+        state_index=_empty(num_tokens), is_decode=phase == "decode",
         host_token_ids=torch.zeros(num_tokens, dtype=torch.int64),
         scratch=_empty(size, dtype=torch.uint8),
     )  # fmt: skip
@@ -119,13 +120,15 @@ def _between(config, weights, site, batch, dtype):
     return connection.between(streams[:, 0], streams, mixes, batch)[1]
 
 
+@pytest.mark.parametrize("prefix_cache", [False, True], ids=["naive", "radix"])
 @pytest.mark.parametrize("kv_format", ["bf16", "fp8"])
 @pytest.mark.parametrize("kind", LAYERS)
-def test_attention_half_of_a_decode_step(kind, kv_format):
+def test_attention_half_of_a_decode_step(kind, kv_format, prefix_cache):
+    """Snapshots of the carry, which a prefix cache asks for, cost no node."""
     config, numerics = _config(LAYERS[kind]), Numerics.of("official")
     storage = KVStorage(
         config, num_pages=PAGES, window_pages=PAGES, num_rows=SEQUENCES, dtype=numerics.dtype,
-        kv_format=kv_format, device="meta",
+        kv_format=kv_format, prefix_cache=prefix_cache, device="meta",
     )  # fmt: skip
     weights, batch = _weights(config), _batch(config, SEQUENCES, "decode")
     attention = Attention.of(weights, 0, config, numerics)
@@ -155,7 +158,7 @@ def test_a_prefill_step_makes_no_scratch():
     config, numerics = _config(4), Numerics.of("official")
     storage = KVStorage(
         config, num_pages=PAGES, window_pages=PAGES, num_rows=SEQUENCES, dtype=numerics.dtype,
-        device="meta",
+        prefix_cache=True, device="meta",
     )  # fmt: skip
     weights, batch = _weights(config), _batch(config, SEQUENCES, "prefill")
     attention = Attention.of(weights, 0, config, numerics)
