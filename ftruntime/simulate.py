@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, TextIO
 
@@ -11,12 +11,11 @@ from ftruntime.engine.loop import EngineLoop
 from ftruntime.scheduler.scheduler import Scheduler
 from ftruntime.sim import report
 from ftruntime.sim.clock import VirtualClock
-from ftruntime.sim.cost import StepCost
+from ftruntime.sim.cost import StepNoise
 from ftruntime.sim.executor import PrefillSpan, SimExecutor
 from ftruntime.sim.run import Arrival, ClientLog, run_clients
 from ftruntime.sim.settings import Experiment
-from ftruntime.sim.workload import victim_and_attacker
-from ftruntime.types import PAGE_TOKENS, SchedulerLimits
+from ftruntime.types import SchedulerLimits
 
 Progress = Callable[[str, float], None]
 
@@ -34,9 +33,10 @@ def run(experiment: Experiment, progress: Progress | None) -> list[dict[str, obj
     """One report for each policy; draws the plot.
 
     Raises:
-        ValueError: victim or attacker cannot be served.
+        ValueError: victims or attacker cannot be served.
     """
-    reports, series, spans = [], {}, {}
+    reports, spans = [], {}
+    series: dict[str, list[float]] = {}
     for config, limits in zip(experiment.configs, experiment.limits, strict=True):
         policy = {name: getattr(config, name) for name in _POLICY}
         policy["chunk_tokens"] = limits.chunk_tokens
@@ -46,9 +46,10 @@ def run(experiment: Experiment, progress: Progress | None) -> list[dict[str, obj
             done, values = _stall(experiment, limits, policy, told)
             span = done.prefills["attacker"]
             spans[f"{label}: attacker's prefill"] = (span.start_s, span.end_s)
-            series[f"{label}: victim"] = done.logs["victim"].token_times
+            victims = [log for name, log in done.logs.items() if name != "attacker"]
+            series |= {f"{label}: {name}": times for name, times in _lines(victims).items()}
         else:
-            done = _simulate(limits, experiment.cost, experiment.arrivals, 0.0, told)
+            done = _simulate(experiment, limits, experiment.arrivals, 0.0, told)
             values = report.trace_report(policy, done.logs, done.stats)
             times = sorted(time for log in done.logs.values() for time in log.token_times)
             series[f"{label}: all clients"] = times
@@ -68,6 +69,17 @@ def print_reports(experiment: Experiment, reports: list[dict[str, object]], stre
             report.print_clients(values, stream)
 
 
+def _lines(victims: Sequence[ClientLog]) -> dict[str, list[float]]:
+    """Token times by name; victims whose tokens came together are one line."""
+    together: dict[tuple[float, ...], list[str]] = {}
+    for log in victims:
+        together.setdefault(tuple(log.token_times), []).append(log.arrival.name)
+    return {
+        names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more": list(times)
+        for times, names in together.items()
+    }
+
+
 def _told(progress: Progress | None, label: str) -> Callable[[float], None] | None:
     return None if progress is None else lambda share: progress(label, share)
 
@@ -78,35 +90,31 @@ def _stall(
     policy: Mapping[str, object],
     progress: Callable[[float], None] | None,
 ) -> tuple[_Run, dict[str, object]]:
-    cost, stall = experiment.cost, experiment.stall
-    setup_s = cost.prefill_s(PAGE_TOKENS, 0)
-    victim, attacker = victim_and_attacker(
-        victim_tokens=int(stall["victim_tokens"] or 0),
-        prompt_tokens=int(stall["prompt_tokens"] or 0),
-        attack_after_s=float(stall["attack_after"] or 0.0), prefill_s=setup_s,
-    )  # fmt: skip
-    alone = _simulate(limits, cost, (victim,), -setup_s, None)
-    done = _simulate(limits, cost, (victim, attacker), -setup_s, progress)
+    victims, attacker = experiment.stall.arrivals(experiment.cost, limits.chunk_tokens)
+    start_s = victims[0].arrival_s
+    alone = _simulate(experiment, limits, victims, start_s, None)
+    done = _simulate(experiment, limits, [*victims, attacker], start_s, progress)
     for log in done.logs.values():
         if log.refusal is not None:
-            raise ValueError(f"the {log.arrival.name} is refused: {log.refusal}")
+            raise ValueError(f"the {log.arrival.name.split()[0]} is refused: {log.refusal}")
     values = report.stall_report(
-        policy, done.logs, done.prefills["attacker"],
-        victim_alone_wall_s=alone.logs["victim"].token_times[-1],
+        policy, [done.logs[victim.name] for victim in victims], done.logs["attacker"],
+        done.prefills["attacker"], alone=list(alone.logs.values()),
         interleaved_decode_steps=done.stats["interleaved_decode_steps"],
     )  # fmt: skip
     return done, values
 
 
 def _simulate(
+    experiment: Experiment,
     limits: SchedulerLimits,
-    cost: StepCost,
-    arrivals: tuple[Arrival, ...],
+    arrivals: Sequence[Arrival],
     start_s: float,
     progress: Callable[[float], None] | None,
 ) -> _Run:
     clock = VirtualClock(start_s)
-    executor = SimExecutor(clock, cost, limits.num_layers)
+    noise = StepNoise(experiment.noise, experiment.seed)
+    executor = SimExecutor(clock, experiment.cost, limits.num_layers, noise)
     loop = EngineLoop(Scheduler(limits), executor, clock, info={}, decode_log_interval=1 << 30)
     logs = run_clients(loop, clock, arrivals, progress=progress)
     stats = loop.stats()

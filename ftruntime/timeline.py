@@ -10,7 +10,7 @@ from ftruntime.demo_cache import DISTRIBUTION
 from ftruntime.flags import refuse
 
 SUFFIXES = (".png", ".svg", ".pdf")
-_TITLE_CHARS = 95
+_TITLE_CHARS, _LEGEND_ROWS = 95, 12
 
 
 def check_drawable(path: Path) -> None:
@@ -60,6 +60,9 @@ def draw(
     axes.set(xlabel="time (s)", ylabel="tokens received")
     axes.set_title(textwrap.fill(title, _TITLE_CHARS), fontsize="medium")
     axes.grid(alpha=0.3)
-    if series or spans:
-        axes.legend()
+    handles, labels = axes.get_legend_handles_labels()
+    if labels:
+        rows = min(len(labels), _LEGEND_ROWS)
+        left_out = None if rows == len(labels) else f"{rows} of {len(labels)}"
+        axes.legend(handles[:rows], labels[:rows], title=left_out)
     figure.savefig(path)

@@ -1,4 +1,4 @@
-"""What a step costs, as four numbers.
+"""What a step costs, as four numbers, and how its time scatters about that.
 
 A prefill step of `c` tokens at context `x` costs `a + c * (b + d * x)` seconds, where `x` counts
 the tokens that stand before the part. Several prompts in one step share `a`, and each adds its own
@@ -9,7 +9,9 @@ many rows it has.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
+from random import Random
 from typing import NoReturn
 
 from ftruntime.flags import refuse
@@ -49,23 +51,37 @@ class StepCost:
         numbers = (self.fixed_s, self.token_s, self.context_s, self.decode_s)
         return ",".join(f"{number:g}" for number in numbers)
 
-    def prefill_s(self, num_tokens: int, context: int) -> float:
-        """A whole chunk of one prompt, in seconds."""
-        return self.fixed_s + num_tokens * (self.token_s + self.context_s * context)
+    def prefill_s(self, parts: Iterable[tuple[int, int]]) -> float:
+        """A whole chunk of parts `(tokens, context)`, in seconds."""
+        return self.fixed_s + sum(
+            count * (self.token_s + self.context_s * context) for count, context in parts
+        )
 
     def step_s(self, plan: StepPlan, num_layers: int) -> float:
         """A planned step of a model of `num_layers` layers, in seconds."""
         if plan.kind == "decode":
             return self.decode_s
-        parts = (
-            len(seq.token_ids) * (self.token_s + self.context_s * seq.start) for seq in plan.seqs
-        )
         first, last = plan.layers
-        return (self.fixed_s + sum(parts)) * (last - first) / num_layers
+        chunk_s = self.prefill_s((len(seq.token_ids), seq.start) for seq in plan.seqs)
+        return chunk_s * (last - first) / num_layers
 
 
 SEED_COST = StepCost(0.262, 0.200e-3, 1.08e-9, 0.0168)
 """DeepSeek-V4-Flash on 8 RTX 4090s, experts in host memory; given, nothing was timed here."""
+
+
+class StepNoise:
+    """Factors on the times of steps, each uniform between `1 - share` and `1 + share`.
+
+    The same seed gives the same factors, one after another.
+    """
+
+    def __init__(self, share: float, seed: int) -> None:
+        self._share = share
+        self._random = Random(f"noise {seed}")
+
+    def factor(self) -> float:
+        return self._random.uniform(1 - self._share, 1 + self._share)
 
 
 def _refuse(text: str) -> NoReturn:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ftruntime.sim.clock import VirtualClock
-from ftruntime.sim.cost import StepCost
+from ftruntime.sim.cost import StepCost, StepNoise
 from ftruntime.types import SeqPlan, SeqResult, StepPlan, StepResult
 
 _TOKEN_ID = 0
@@ -27,15 +27,25 @@ class SimExecutor:
     `prefills` holds the span of each prompt that has begun, by request id.
     """
 
-    def __init__(self, clock: VirtualClock, cost: StepCost, num_layers: int) -> None:
+    def __init__(
+        self, clock: VirtualClock, cost: StepCost, num_layers: int, noise: StepNoise | None = None
+    ) -> None:
+        """
+        Args:
+            noise: on every step from time 0 on; what came before it is exact.
+        """
         self._clock = clock
         self._cost = cost
         self._num_layers = num_layers
+        self._noise = noise
         self.prefills: dict[str, PrefillSpan] = {}
 
     def execute(self, plan: StepPlan) -> StepResult:
         start_s = self._clock.now()
-        self._clock.advance(self._cost.step_s(plan, self._num_layers))
+        seconds = self._cost.step_s(plan, self._num_layers)
+        if self._noise is not None and start_s >= 0:
+            seconds *= self._noise.factor()
+        self._clock.advance(seconds)
         if plan.kind == "prefill":
             for seq in plan.seqs:
                 self._note(seq, start_s, starts_chunk=plan.layers[0] == 0)

@@ -18,31 +18,34 @@ _PERCENTILES = (50, 95, 99)
 
 def stall_report(
     policy: Mapping[str, object],
-    logs: Mapping[str, ClientLog],
+    victims: Sequence[ClientLog],
+    attacker: ClientLog,
     span: PrefillSpan,
     *,
-    victim_alone_wall_s: float,
+    alone: Sequence[ClientLog],
     interleaved_decode_steps: object,
 ) -> dict[str, object]:
-    """The fields of a stall experiment; seconds, of the clients `victim` and `attacker`.
+    """The fields of a stall experiment, in seconds. With several victims, walls and the longest gap
+    are the worst of any victim, counts are sums.
 
-    The victim's wall and tokens count from time 0, where its first token came; its gaps count from
+    A victim's wall and tokens count from time 0, where its first token came; its gaps count from
     there too. A token is one during prefill when it came after the attacker's first step had begun
     and before its last one ended.
 
     Args:
         span: prefill of the attacker's prompt.
-        victim_alone_wall_s: the victim's wall in a run without the attacker.
+        alone: the victims in a run without the attacker.
     """
-    victim, gaps = logs["victim"], logs["victim"].gaps()
-    during = [time for time in victim.token_times if span.start_s < time < span.end_s]
+    gaps = [gap for victim in victims for gap in victim.gaps()]
+    times = [time for victim in victims for time in victim.token_times]
+    during = [time for time in times if span.start_s < time < span.end_s]
     return {
         "policy": dict(policy),
         "prefill_chunks": span.num_chunks,
-        "attacker_wall_s": _rounded(logs["attacker"].wall_s),
-        "victim_wall_s": _rounded(victim.token_times[-1]),
+        "attacker_wall_s": _rounded(attacker.wall_s),
+        "victim_wall_s": _rounded(max(times)),
         "victim_tokens": len(gaps),
-        "victim_alone_wall_s": _rounded(victim_alone_wall_s),
+        "victim_alone_wall_s": _rounded(max(log.token_times[-1] for log in alone)),
         "max_gap_s": _rounded(max(gaps)),
         "gaps_over_5s": sum(gap > 5 for gap in gaps),
         "gaps_over_20s": sum(gap > 20 for gap in gaps),

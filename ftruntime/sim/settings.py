@@ -12,12 +12,13 @@ from ftruntime import timeline
 from ftruntime.config import RuntimeConfig, flag_specs
 from ftruntime.flags import FlagSpec, FlagValue, checked, flag_name, parse, refuse
 from ftruntime.inspect import shape_of
+from ftruntime.kvcache.layout import pages_for
 from ftruntime.options import read_config
 from ftruntime.plan import DeviceFacts, Plan, resolve
 from ftruntime.sim.cost import SEED_COST, StepCost
 from ftruntime.sim.run import Arrival
-from ftruntime.sim.workload import MAX_TOKENS, TraceSpec, make_trace, read_trace
-from ftruntime.types import SchedulerLimits
+from ftruntime.sim.workload import MAX_TOKENS, StallSpec, TraceSpec, make_trace, read_trace
+from ftruntime.types import PAGE_TOKENS, SchedulerLimits
 
 SEED_FLAGS: Final[Mapping[str, object]] = {
     "model": "flash", "tensor_parallel_size": 8, "disable_pynccl": True, "moe_backend": "offload",
@@ -35,8 +36,12 @@ _STALL: Final[Mapping[str, FlagSpec]] = {
     "prompt_tokens": FlagSpec(
         kind="int", help="Prompt tokens of the attacker.", default=200_019, low=1, high=MAX_TOKENS
     ),
+    "victims": FlagSpec(
+        kind="int", help="Streams that decode when the attacker arrives.", default=1, low=1,
+        high=1024,
+    ),
     "victim_tokens": FlagSpec(
-        kind="int", help="Tokens the victim asks for from time 0 on.", default=699, low=1,
+        kind="int", help="Tokens each victim asks for from time 0 on.", default=699, low=1,
         high=MAX_TOKENS,
     ),
     "attack_after": FlagSpec(
@@ -46,7 +51,7 @@ _STALL: Final[Mapping[str, FlagSpec]] = {
 _TRACE: Final[Mapping[str, FlagSpec]] = {
     "requests": FlagSpec(
         kind="int", default=100, low=1, high=1_000_000,
-        help="Clients of a random trace; this or a flag below it replaces victim and attacker.",
+        help="Clients of a random trace; this or a flag below it replaces victims and attacker.",
     ),
     "arrivals": FlagSpec(
         kind="str", default="poisson:0.1",
@@ -59,7 +64,10 @@ _TRACE: Final[Mapping[str, FlagSpec]] = {
     "output_lengths": FlagSpec(
         kind="str", default="lognormal:200:1", help="Output tokens, likewise."
     ),
-    "seed": FlagSpec(kind="int", help="Seed of the random trace.", default=0, low=0),
+    "seed": FlagSpec(
+        kind="int", default=0, low=0,
+        help="Seed of the random trace, and of --noise, beside which it asks for no trace.",
+    ),
 }  # fmt: skip
 _OPTIONS: Final[Mapping[str, FlagSpec]] = {
     "preset": FlagSpec(
@@ -69,6 +77,11 @@ _OPTIONS: Final[Mapping[str, FlagSpec]] = {
     "cost": FlagSpec(
         kind="str", default=str(SEED_COST),
         help="Seconds a,b,d,decode: a prefill step of c tokens at context x costs a + c*(b + d*x).",
+    ),
+    "noise": FlagSpec(
+        kind="float", default=0.0, low=0, high=1, high_open=True,
+        help="Every step from time 0 on takes its cost times a factor of its own, drawn uniformly "
+        "from [1 - F, 1 + F].",
     ),
     **_STALL,
     "table": FlagSpec(
@@ -85,24 +98,31 @@ _OPTIONS: Final[Mapping[str, FlagSpec]] = {
 
 @dataclass(frozen=True)
 class Experiment:
-    """What one command line asks for. `arrivals` is None for victim and attacker."""
+    """What one command line asks for. `arrivals` is None for victims and attacker."""
 
     plan: Plan
     configs: tuple[RuntimeConfig, ...]  # equal but for their policies
     limits: tuple[SchedulerLimits, ...]  # of each config
     cost: StepCost
-    stall: Mapping[str, FlagValue]
+    noise: float  # share of a step's cost
+    seed: int  # of the noise
+    stall: StallSpec
     arrivals: tuple[Arrival, ...] | None
     plot: Path | None
 
     @property
     def caption(self) -> str:
         """What the numbers are, in one sentence."""
-        config = self.configs[0]
-        return (
+        config, victims = self.configs[0], self.stall.num_victims
+        text = (
             f"simulated, nothing was timed: {config.model} on {self.plan.ranks} x 24 GiB, chunks "
             f"of {self.plan.chunk_tokens} tokens, step cost {self.cost} s"
         )
+        if self.noise:
+            text += f" times factors in [{1 - self.noise:g}, {1 + self.noise:g}], seed {self.seed}"
+        if self.arrivals is None and victims > 1:
+            text += f"; {victims} victims, walls and longest gap of the worst, counts of all"
+        return text
 
 
 def simulate_specs() -> Mapping[str, FlagSpec]:
@@ -128,8 +148,14 @@ def prepare(params: Mapping[str, str | bool | None]) -> Experiment:
     shape, ranks = shape_of(config.model), config.tensor_parallel_size
     plan = resolve(config, shape, DeviceFacts(kind="cuda", cards=ranks, memory_bytes=_CARD_BYTES))
     limits = tuple(plan.scheduler_limits(each, shape) for each in configs)
-    stall = {name: values[name] for name in _STALL}
-    return Experiment(plan, configs, limits, cost, stall, arrivals, plot)
+    stall = StallSpec(
+        int(values["victims"] or 0), int(values["victim_tokens"] or 0),
+        int(values["prompt_tokens"] or 0), float(values["attack_after"] or 0.0),
+    )  # fmt: skip
+    if arrivals is None:
+        _check_together(stall, cost, limits[0], reserved=config.admission == "reserve")
+    noise, seed = float(values["noise"] or 0.0), int(values["seed"] or 0)
+    return Experiment(plan, configs, limits, cost, noise, seed, stall, arrivals, plot)
 
 
 def _read(params: Mapping[str, str | bool | None]) -> dict[str, FlagValue]:
@@ -145,13 +171,41 @@ def _read(params: Mapping[str, str | bool | None]) -> dict[str, FlagValue]:
             continue
         if traced and name not in _TRACE:
             refuse(name, text, "it unset with a trace of many clients")
+        if name == "seed" and params["noise"] is not None:
+            continue
         if params["trace"] is not None and name in _TRACE:
             refuse(name, text, "it unset with --trace, whose file says it")
     return values
 
 
 def _is_traced(params: Mapping[str, str | bool | None]) -> bool:
-    return any(params[name] is not None for name in ("trace", *_TRACE))
+    named = {name for name in ("trace", *_TRACE) if params[name] is not None}
+    return bool(named - {"seed"} if params["noise"] is not None else named)
+
+
+def _check_together(
+    stall: StallSpec, cost: StepCost, limits: SchedulerLimits, *, reserved: bool
+) -> None:
+    """Victims and attacker hold rows and pages at the same time; one that could never be served is
+    left to the scheduler's own words.
+    """
+    num_rows = stall.num_victims + 1
+    if num_rows > limits.max_running:
+        refuse(
+            "max_running_requests", limits.max_running,
+            f"at least {num_rows}, a row for each victim and the attacker",
+        )  # fmt: skip
+    if stall.num_victims > limits.chunk_tokens:
+        refuse(
+            "victims", stall.num_victims, f"at most {limits.chunk_tokens}, the tokens of a chunk"
+        )
+    victims, attacker = stall.arrivals(cost, limits.chunk_tokens)
+    pages = [pages_for(each.prompt_tokens + each.max_tokens) for each in (*victims, attacker)]
+    if reserved and max(pages) <= limits.num_pages < sum(pages):
+        refuse(
+            "num_tokens", limits.num_pages * PAGE_TOKENS,
+            f"at least {sum(pages) * PAGE_TOKENS}, what victims and attacker reserve together",
+        )  # fmt: skip
 
 
 def _config(given: RuntimeConfig) -> RuntimeConfig:

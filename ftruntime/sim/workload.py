@@ -1,4 +1,6 @@
-"""Traces of many clients: arrival processes, length distributions, replay of a file.
+"""Who asks for what: victims and an attacker, or a trace of many clients.
+
+A trace has an arrival process and length distributions, or is replayed from a file.
 
 Words of the command line:
 
@@ -20,6 +22,7 @@ from pathlib import Path
 from random import Random
 
 from ftruntime.flags import refuse
+from ftruntime.sim.cost import StepCost
 from ftruntime.sim.run import Arrival
 from ftruntime.types import PAGE_TOKENS
 
@@ -57,21 +60,30 @@ def make_trace(spec: TraceSpec) -> list[Arrival]:
     ]
 
 
-def victim_and_attacker(
-    *, victim_tokens: int, prompt_tokens: int, attack_after_s: float, prefill_s: float
-) -> list[Arrival]:
-    """A stream that decodes from time 0, and a long prompt that arrives beside it.
+@dataclass(frozen=True)
+class StallSpec:
+    """Streams that decode from time 0, and a long prompt that arrives beside them."""
 
-    The victim's own prompt, one page, is prefilled before time 0: its first token comes at 0 and
-    `victim_tokens` follow. The attacker asks for 3 tokens.
+    num_victims: int
+    victim_tokens: int
+    prompt_tokens: int
+    attack_after_s: float
 
-    Args:
-        prefill_s: seconds that the prefill of the victim's page takes.
-    """
-    return [
-        Arrival("victim", -prefill_s, PAGE_TOKENS, victim_tokens + 1),
-        Arrival("attacker", attack_after_s, prompt_tokens, 3),
-    ]
+    def arrivals(self, cost: StepCost, chunk_tokens: int) -> tuple[list[Arrival], Arrival]:
+        """Victims and attacker.
+
+        The victims' own prompts, a page each or less where one chunk would not hold them all, are
+        prefilled before time 0: their first tokens come at 0 and `victim_tokens` of each follow.
+        The attacker asks for 3 tokens.
+        """
+        own = min(PAGE_TOKENS, chunk_tokens // self.num_victims)
+        start_s = -cost.prefill_s([(own, 0)] * self.num_victims)
+        names = [f"victim {number}" for number in range(self.num_victims)]
+        victims = [
+            Arrival(name, start_s, own, self.victim_tokens + 1)
+            for name in (names if self.num_victims > 1 else ["victim"])
+        ]
+        return victims, Arrival("attacker", self.attack_after_s, self.prompt_tokens, 3)
 
 
 def read_trace(path: Path) -> list[Arrival]:

@@ -5,7 +5,8 @@ policy owes one, sums of both between two decodes. No scheduler code takes part.
 
 Mutants tried and seen red: a decode after N + 1 chunks, a victim that waits for its own prefill, a
 preset that keeps the report's `--decode-interleave-every`, an attacker whose wall begins at 0, a
-serve flag that does not override the preset, the first policy's report printed for all.
+serve flag that does not override the preset, the first policy's report printed for all, victims one
+chunk after another, gaps of one victim only, noise that costs nothing, a gap bound without margin.
 """
 
 from __future__ import annotations
@@ -73,6 +74,14 @@ def by_hand(
         "gaps_over_20s": sum(gap > 20 for gap in gaps),
         "interleaved_decode_steps": during,
         "victim_tokens_during_prefill": during,
+    }
+
+
+def of_all(report: dict[str, object], num_victims: int) -> dict[str, object]:
+    """What victims that decode together come to: counts of all, walls and gaps of each."""
+    counts = ("victim_tokens", "gaps_over_5s", "gaps_over_20s", "victim_tokens_during_prefill")
+    return {
+        name: value * num_victims if name in counts else value for name, value in report.items()
     }
 
 
@@ -187,6 +196,80 @@ def test_serve_flags_override_the_preset(every):
     assert without_policy(found) == pytest.approx(wanted, abs=1e-5)
 
 
+@pytest.mark.parametrize(("num_victims", "every"), [(2, None), (8, 8), (49, 1)])
+def test_victims_decode_in_one_batch(num_victims, every):
+    words = () if every is None else ("--decode-interleave-every", every)
+    found = simulate("--victims", num_victims, *words)
+    assert list(found) == FIELDS
+    assert without_policy(found) == pytest.approx(of_all(by_hand(every), num_victims), abs=1e-5)
+
+
+def test_more_victims_than_pages_of_a_chunk():
+    # chunks of 384 tokens are three pages
+    words = ("--swa-full-tokens-ratio", 0.02, "--prompt-tokens", 5000, "--attack-after", 5.99,
+             "--cost", "0.1,0.001,1e-9,0.02", "--decode-interleave-every", 2)  # fmt: skip
+    wanted = by_hand(2, cost=(0.1, 0.001, 1e-9, 0.02), prompt=5000, chunk=384, attack_after=5.99)
+    found = simulate("--victims", 5, *words)
+    assert without_policy(found) == pytest.approx(of_all(wanted, 5), abs=1e-5)
+
+
+def test_one_victim_and_no_noise_is_the_default():
+    words = ("--prompt-tokens", 9000, "--max-decode-gap-ms", 900)
+    plain, same = invoke(*words), invoke(*words, "--victims", 1, "--noise", 0, "--seed", 5)
+    assert plain.exit_code == 0
+    assert same.stdout_bytes == plain.stdout_bytes
+
+
+def test_noise_scatters_the_steps_about_their_cost():
+    share, decode = 0.5, 0.0168
+    words = ("--prompt-tokens", 5000, "--attack-after", 60, "--noise", share)
+    found = simulate(*words)
+    # 699 uniform factors: mean 1, standard deviation share / sqrt(3), the largest near 1 + share
+    mean = found["victim_alone_wall_s"] / (699 * decode)
+    assert 0 < abs(mean - 1) < 4 * share / math.sqrt(3 * 699)
+    assert 1 + 0.97 * share < found["max_gap_s"] / decode <= 1 + share
+    assert simulate(*words, "--seed", 0) == found
+    assert simulate(*words, "--seed", 1) != found
+
+
+@pytest.mark.parametrize("every", [None, 4])
+def test_noise_keeps_every_gap_in_proportion(every, table):
+    words = () if every is None else ("--decode-interleave-every", every)
+    found, exact = simulate("--noise", 0.2, *words), table[every]
+    for name in ("max_gap_s", "attacker_wall_s", "victim_wall_s", "victim_alone_wall_s"):
+        assert 0.8 < found[name] / exact[name] < 1.2
+        assert found[name] != exact[name]
+    same = ("prefill_chunks", "interleaved_decode_steps", "victim_tokens_during_prefill")
+    assert [found[name] for name in same] == [exact[name] for name in same]
+
+
+@pytest.mark.parametrize(("share", "most_over", "largest"), [(0.0, 0.0, 1.0), (0.1, 0.02, 1.05)])
+def test_only_stray_gaps_pass_a_bound_under_noise(share, most_over, largest):
+    # the preset's costs scaled so that 900 ms become the 5 s above which gaps are counted
+    scale, bound_s = 5 / 0.9, 5.0
+    cost = ",".join(str(scale * number) for number in SEED_COST)
+    num_over = num_gaps = 0
+    for seed in range(3):
+        found = simulate("--cost", cost, "--max-decode-gap-ms", 5000, "--noise", share,
+                         "--seed", seed)  # fmt: skip
+        num_over += found["gaps_over_5s"]
+        num_gaps += found["interleaved_decode_steps"]
+        assert found["max_gap_s"] / bound_s <= largest
+    assert num_gaps > 3 * 80
+    assert num_over / num_gaps <= most_over
+
+
+def test_noise_of_a_trace(tmp_path):
+    path = tmp_path / "trace.jsonl"
+    path.write_text('{"arrival_s": 0, "prompt_tokens": 10, "max_tokens": 500}\n')
+    words = ("--trace", path, "--noise", 0.5)
+    (client,) = simulate(*words, "--seed", 3)["per_client"]
+    assert client["gap_s"]["p50"] == pytest.approx(0.0168, rel=0.05)
+    assert 1.45 < client["gap_s"]["max"] / 0.0168 <= 1.5
+    assert simulate(*words)["per_client"] != [client]
+    assert simulate("--requests", 3, "--noise", 0.1)["clients"] == 3
+
+
 def test_a_flag_replaces_the_one_of_its_group():
     assert simulate("--num-pages", 2560, "--prompt-tokens", 1000)["policy"]["chunk_tokens"] == 3456
 
@@ -218,6 +301,11 @@ def test_the_text_says_what_it_is():
     assert lines[-1] == (
         "simulated, nothing was timed: flash on 8 x 24 GiB, chunks of 3456 tokens, "
         "step cost 0.262,0.0002,1.08e-09,0.0168 s"
+    )
+    more = invoke("--prompt-tokens", 5000, "--victims", 3, "--noise", 0.25, "--seed", 7)
+    assert more.stdout.splitlines()[-1] == lines[-1] + (
+        " times factors in [0.75, 1.25], seed 7; 3 victims, walls and longest gap of the worst, "
+        "counts of all"
     )
 
 
@@ -270,6 +358,20 @@ def test_a_client_that_cannot_be_served_is_counted(tmp_path):
         (("--seed", 2, "--attack-after", 1), "--attack-after is 1, expected it unset with a trace"),
         (("--trace", "x", "--seed", 1), "--seed is 1, expected it unset with --trace"),
         (("--trace", "/none"), "/none cannot be opened"),
+        (("--trace", "x", "--requests", 1, "--noise", 0.1), "--requests is 1, expected it unset"),
+        (("--requests", 2, "--victims", 2), "--victims is 2, expected it unset with a trace"),
+        (("--victims", 0), "--victims is 0, expected an integer in [1, 1024]"),
+        (("--victims", 50), "--max-running-requests is 50, expected at least 51, a row for each "),
+        (
+            ("--victims", 129, "--max-running-requests", 200, "--max-prefill-length", 128),
+            "--victims is 129, expected at most 128, the tokens of a chunk",
+        ),
+        (
+            ("--victims", 49, "--victim-tokens", 5000),
+            "--num-tokens is 327680, expected at least 450944, what victims and attacker reserve ",
+        ),
+        (("--noise", 1), "--noise is 1, expected a number in [0, 1)"),
+        (("--noise", -0.1), "--noise is -0.1, expected a number in [0, 1)"),
         (("--plot", "a.gif"), "--plot is a.gif, expected a file name that ends in "),
         (("--tp", 3), "--tensor-parallel-size is 3, expected a divisor of "),
         (("--decode-interleave-every", 0), "--decode-interleave-every is 0, expected "),
@@ -297,3 +399,11 @@ def test_the_plot_shows_victim_and_prefill(tmp_path):
     text = path.read_text()
     assert "unset: victim" in text
     assert "attacker's prefill" in text.replace("&#x27;", "'").replace("&apos;", "'")
+
+
+def test_the_plot_shows_every_victim(tmp_path):
+    path = tmp_path / "plot.svg"
+    with matplotlib.rc_context({"svg.fonttype": "none"}):
+        simulate("--prompt-tokens", 5000, "--victims", 3, "--table", 2, "--plot", path)
+    text = path.read_text()
+    assert text.count("unset: victim 0 and 2 more") == text.count("N=2: victim 0 and 2 more") == 1

@@ -1,6 +1,7 @@
 """The plot of a token timeline; what is drawn is read back from the SVG.
 
-Mutants tried and seen red: a stream left out of the legend, a suffix that is not checked.
+Mutants tried and seen red: a stream left out of the legend, a suffix that is not checked, a legend
+of every stream.
 """
 
 from __future__ import annotations
@@ -28,6 +29,18 @@ def test_names_every_stream_and_span(tmp_path):
     text = path.read_text()
     for word in ("victim", "other", "prefill", "a title", "time (s)", "tokens received"):
         assert word in text
+
+
+@pytest.mark.parametrize(("num_streams", "rows"), [(11, 12), (12, 12), (40, 12), (3, 4)])
+def test_a_long_legend_is_cut(tmp_path, num_streams, rows):
+    path = tmp_path / "plot.svg"
+    series = {f"stream-{number}": [1.0 * number] for number in range(num_streams)}
+    with matplotlib.rc_context({"svg.fonttype": "none"}):
+        draw(path, series, "a title", spans={"prefill": (0.0, 1.0)})
+    text = path.read_text()
+    assert text.count(">stream-") + text.count(">prefill<") == rows
+    cut = f">{rows} of {num_streams + 1}<"
+    assert (cut in text) == (num_streams + 1 > rows)
 
 
 @pytest.mark.parametrize("name", ["plot.gif", "plot", "png"])

@@ -1,16 +1,19 @@
 """Step costs: expectations are the formula, worked out by hand.
 
 Mutants tried and seen red: context counted to the end of the part, the fixed cost paid once a
-prompt, a slice that costs a whole chunk, a negative number let through.
+prompt, a slice that costs a whole chunk, a negative number let through, noise that only slows, and
+noise of half the share.
 """
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
+from statistics import fmean, pstdev
 
 import pytest
 
-from ftruntime.sim.cost import SEED_COST, StepCost
+from ftruntime.sim.cost import SEED_COST, StepCost, StepNoise
 from ftruntime.types import SeqPlan, StepKind, StepPlan
 
 COST = StepCost(2.0, 0.5, 0.25, 0.125)
@@ -46,7 +49,32 @@ def test_slices_add_up_to_their_chunk():
         SEED_COST.step_s(plan_of((256, 999), layers=(first, last)), 43)
         for first, last in pairwise(edges)
     ]
-    assert sum(slices) == pytest.approx(SEED_COST.prefill_s(999, 256), rel=1e-12)
+    assert sum(slices) == pytest.approx(SEED_COST.prefill_s([(999, 256)]), rel=1e-12)
+
+
+def test_a_chunk_of_several_prompts():
+    assert COST.prefill_s([(10, 0), (3, 8)]) == 2 + 10 * 0.5 + 3 * (0.5 + 0.25 * 8)
+
+
+def factors(share: float, seed: int, num: int) -> list[float]:
+    noise = StepNoise(share, seed)
+    return [noise.factor() for _ in range(num)]
+
+
+def test_noise_is_uniform_about_the_cost():
+    found = factors(0.3, 1, 20_000)
+    assert 0.7 <= min(found) < 0.701
+    assert 1.299 < max(found) <= 1.3
+    # a uniform variable of half width w has mean 1 and standard deviation w / sqrt(3)
+    assert fmean(found) == pytest.approx(1.0, abs=4 * 0.3 / math.sqrt(3 * 20_000))
+    assert pstdev(found) == pytest.approx(0.3 / math.sqrt(3), rel=0.02)
+    assert sum(factor < 0.85 for factor in found) / 20_000 == pytest.approx(0.25, abs=0.015)
+
+
+def test_noise_comes_from_its_seed():
+    assert factors(0.3, 7, 50) == factors(0.3, 7, 50)
+    assert factors(0.3, 7, 50) != factors(0.3, 8, 50)
+    assert factors(0.0, 7, 50) == [1.0] * 50
 
 
 def test_parse():

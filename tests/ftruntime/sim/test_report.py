@@ -1,7 +1,8 @@
 """Reports: fields of the contract, counted by hand on small logs.
 
 Mutants tried and seen red: a gap of exactly 5 s counted as over, tokens at the edges of the prefill
-counted in, percentiles off by one rank, throughput over refused clients, a wall from time 0.
+counted in, percentiles off by one rank, throughput over refused clients, a wall from time 0, only
+the first of several victims.
 """
 
 from __future__ import annotations
@@ -32,14 +33,15 @@ FIELDS = {
 
 
 def stall() -> dict[str, object]:
-    logs = {
-        "victim": ClientLog(Arrival("victim", -1.0, 128, 7), [0.0, 1.0, 6.0, 12.0, 13.0, 37.0]),
-        "attacker": ClientLog(Arrival("attacker", 2.0, 999, 3), [13.0, 14.0, 38.0]),
-    }
+    return stall_of([0.0, 1.0, 6.0, 12.0, 13.0, 37.0], alone=[[0.0, 5.25]])
+
+
+def stall_of(*victims: list[float], alone: list[list[float]]) -> dict[str, object]:
+    attacker = ClientLog(Arrival("attacker", 2.0, 999, 3), [13.0, 14.0, 38.0])
     span = PrefillSpan(1.0, 13.0, num_chunks=4, num_slices=16)
-    return stall_report(
-        UNSET, logs, span, victim_alone_wall_s=5.25, interleaved_decode_steps=2
-    )  # fmt: skip
+    arrival = Arrival("victim", -1.0, 128, 7)
+    logs, before = ([ClientLog(arrival, times) for times in each] for each in (victims, alone))
+    return stall_report(UNSET, logs, attacker, span, alone=before, interleaved_decode_steps=2)
 
 
 def test_stall_report():
@@ -51,6 +53,16 @@ def test_stall_report():
         "gaps_over_20s": 1, "interleaved_decode_steps": 2, "victim_tokens_during_prefill": 2,
     }  # fmt: skip
     json.dumps(found)
+
+
+def test_stall_report_of_several_victims():
+    found = stall_of([0.0, 1.0, 6.5, 12.0], [0.0, 7.0, 28.0], alone=[[0.0, 4.0], [0.0, 4.5]])
+    # walls and the longest gap of the worst, counts of all
+    assert (found["victim_wall_s"], found["victim_alone_wall_s"]) == (28.0, 4.5)
+    assert (found["max_gap_s"], found["victim_tokens"]) == (21.0, 5)
+    assert (found["gaps_over_5s"], found["gaps_over_20s"]) == (4, 1)
+    assert found["victim_tokens_during_prefill"] == 3
+    assert found["interleaved_decode_steps"] == 2
 
 
 def many() -> dict[str, ClientLog]:

@@ -2,7 +2,7 @@
 
 Mutants tried and seen red: a rate taken for a period, one random stream for times and lengths or
 for prompts and outputs, the upper end of a uniform length left out, a burst that starts a period
-late, a boolean taken for a count.
+late, a boolean taken for a count, a page for each victim whatever the chunk.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from statistics import fmean, median, pstdev
 
 import pytest
 
+from ftruntime.sim.cost import StepCost
 from ftruntime.sim.run import Arrival
 from ftruntime.sim.workload import (
     MAX_TOKENS,
+    StallSpec,
     TraceSpec,
     make_trace,
     read_trace,
-    victim_and_attacker,
 )
 
 
@@ -117,11 +118,22 @@ def test_refused_lengths(text, flag):
 
 
 def test_victim_and_attacker():
-    victim, attacker = victim_and_attacker(
-        victim_tokens=699, prompt_tokens=200_019, attack_after_s=6.0, prefill_s=0.5
-    )
-    assert victim == Arrival("victim", -0.5, 128, 700)
+    spec = StallSpec(1, 699, 200_019, 6.0)
+    (victim,), attacker = spec.arrivals(StepCost(0.25, 0.5, 9.0, 9.0), 3456)
+    assert victim == Arrival("victim", -(0.25 + 128 * 0.5), 128, 700)
     assert attacker == Arrival("attacker", 6.0, 200_019, 3)
+
+
+@pytest.mark.parametrize(
+    ("num_victims", "chunk", "own"), [(2, 384, 128), (3, 384, 128), (4, 384, 96), (49, 128, 2)]
+)
+def test_many_victims_are_prefilled_in_one_chunk(num_victims, chunk, own):
+    spec = StallSpec(num_victims, 10, 500, 1.5)
+    victims, attacker = spec.arrivals(StepCost(0.25, 0.5, 9.0, 9.0), chunk)
+    assert [each.name for each in victims] == [f"victim {n}" for n in range(num_victims)]
+    assert {each.arrival_s for each in victims} == {-(0.25 + num_victims * own * 0.5)}
+    assert {(each.prompt_tokens, each.max_tokens) for each in victims} == {(own, 11)}
+    assert attacker == Arrival("attacker", 1.5, 500, 3)
 
 
 def record(**changes: object) -> str:
