@@ -110,7 +110,9 @@ class RuntimeConfig:
     )  # fmt: skip
     cache_type: str = choice("radix", "Prefix cache: radix or naive (off).", ("radix", "naive"))
     admission: str = choice(
-        "reserve", "Whether a request's whole output is reserved: reserve or optimistic.",
+        "reserve",
+        "Whether a request's whole output is reserved when it is admitted. optimistic: its prompt "
+        "only; when pages run out the newest request waits and is computed again later.",
         ("reserve", "optimistic"),
     )  # fmt: skip
     max_waiting_requests: int = integer(256, "Requests that may wait; beyond: 429.", low=1)
@@ -273,8 +275,6 @@ def inactive_flags(config: RuntimeConfig, plan: Plan) -> list[str]:
     }
     if config.expert_load == "serial":
         reasons["expert_prefetch"] = "--expert-load serial reads one shard after the other"
-    if config.admission == "optimistic":
-        reasons["admission"] = "every request reserves its whole output in this version"
     if plan.kind == "cpu":
         reasons["cuda_graph_max_bs"] = "there are no CUDA graphs without a GPU"
     elif (config.cuda_graph_max_bs or 0) > config.max_running_requests:

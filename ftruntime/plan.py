@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, cast
 
 from ftruntime.gap_model import decode_gap_s, gap_notes
 from ftruntime.kvcache.layout import ChunkBudget
@@ -17,7 +17,7 @@ from ftruntime.model.config import ModelConfig
 from ftruntime.refusals import NotEnoughMemoryError, check_fits, check_settings
 from ftruntime.scheduler.policy import interleave_notice
 from ftruntime.sizing import Row, Sizer, amount, min_expert_slots
-from ftruntime.types import PAGE_TOKENS, SchedulerLimits
+from ftruntime.types import PAGE_TOKENS, Admission, SchedulerLimits
 
 if TYPE_CHECKING:
     from ftruntime.config import RuntimeConfig
@@ -105,6 +105,7 @@ class Plan:
             max_decode_gap_s=None if gap_ms is None else gap_ms / 1e3,
             prefill_layer_groups=config.prefill_layer_groups,
             prefix_cache=config.cache_type == "radix",
+            admission=cast(Admission, config.admission),
             max_waiting_requests=self.max_waiting_requests,
             max_waiting_tokens=self.max_waiting_tokens,
             eos_token_ids=shape.eos_token_ids,

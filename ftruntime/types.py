@@ -18,6 +18,7 @@ PAGE_TOKENS = 128
 FinishReason = Literal["stop", "length", "abort", "error"]
 _INT32_MAX = 2**31 - 1
 StepKind = Literal["prefill", "decode"]
+Admission = Literal["reserve", "optimistic"]
 
 
 def _require(condition: bool, name: str, value: object, expected: str) -> None:
@@ -168,6 +169,7 @@ class SchedulerLimits:
     max_decode_gap_s: float | None = None
     prefill_layer_groups: int | None = None
     prefix_cache: bool = False  # full pages outlive their requests
+    admission: Admission = "reserve"  # whether a request's whole output is reserved
     max_waiting_requests: int = 256
     max_waiting_tokens: int = 1 << 62
     eos_token_ids: tuple[int, ...] = ()

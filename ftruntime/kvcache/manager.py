@@ -1,8 +1,8 @@
 """Which pages each sequence holds: admit, extend, keep, trim, release.
 
-Row pages carry compressed and index rows and are reserved for a whole request at admission; all
-layers share their numbers. Window pages carry the newest 128 KV rows and go back to the pool as the
-window moves on.
+Row pages carry compressed and index rows and are promised to a sequence before it needs them, for
+its whole request or as it grows; all layers share their numbers. Window pages carry the newest 128
+KV rows and go back to the pool as the window moves on.
 
 With a prefix cache a full page becomes the tree's once its tokens are computed. Sequences share the
 tree's pages, which nobody writes again; a page that two sequences compute at the same time is kept
@@ -94,13 +94,16 @@ class KVManager:
         """Tokens of a prompt that need not be computed, a page multiple; one at least remains."""
         return len(self._match(prompt)) * PAGE_TOKENS
 
-    def can_admit(self, num_tokens: int, prompt: Sequence[int] = ()) -> bool:
-        """Whether pages for `num_tokens` tokens (prompt and output) can be promised now.
+    def can_admit(
+        self, num_tokens: int, prompt: Sequence[int] = (), *, spare_pages: int = 0
+    ) -> bool:
+        """Whether pages for `num_tokens` tokens can be promised now.
 
         Args:
             prompt: its first tokens, looked up among the kept pages; empty for no look-up.
+            spare_pages: pages that must not be promised with them.
         """
-        room = self.total_pages - self.reserved_pages
+        room = self.total_pages - self.reserved_pages - spare_pages
         pages = pages_for(num_tokens)
         if pages <= room or not prompt:
             return pages <= room
@@ -138,6 +141,21 @@ class KVManager:
         self._sequences[seq_id] = seq
         self._num_promised += seq.num_promised
         return len(path) * PAGE_TOKENS
+
+    def grow(self, seq_id: str, num_tokens: int) -> bool:
+        """Promise pages for `num_tokens` tokens in all; False when they are not there.
+
+        Raises:
+            KeyError: the sequence is not admitted.
+        """
+        seq = self._sequences[seq_id]
+        own_pages = len(seq.own_pages) + pages_for(num_tokens) - len(seq.row_pages)
+        more = max(0, own_pages - seq.num_promised)
+        if more > self.total_pages - self.reserved_pages:
+            return False
+        seq.num_promised += more
+        self._num_promised += more
+        return True
 
     def extend(self, seq_id: str, end: int) -> tuple[PageTriple, ...]:
         """Assign pages so that positions below `end` have a place; returns what was assigned since

@@ -17,6 +17,8 @@ def check_limits(limits: SchedulerLimits) -> None:
         value = getattr(limits, name)
         if value < 1:
             raise ValueError(f"{name} is {value}, expected >= 1")
+    if limits.admission not in ("reserve", "optimistic"):
+        raise ValueError(f"admission is {limits.admission!r}, expected reserve or optimistic")
     for name in ("max_waiting_requests", "max_waiting_tokens"):
         value = getattr(limits, name)
         if value < 0:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from ftruntime.kvcache.manager import KVManager
 from ftruntime.scheduler.cost import Work
 from ftruntime.scheduler.table import RequestRow
 from ftruntime.types import SeqPlan
@@ -19,7 +20,7 @@ def even_bounds(num_layers: int, groups: int) -> tuple[int, ...]:
 class Chunk:
     """Rows and parts of one chunk, and the layers that are planned.
 
-    Its slices run for the whole batch. A request that ends between two of them keeps its pages
+    Its slices run for the whole batch. A request that leaves between two of them keeps its pages
     until the last one is planned, since every slice before writes to them.
     """
 
@@ -27,7 +28,7 @@ class Chunk:
     num_layers: int
     bounds: tuple[int, ...] | None = None  # edges of its slices; None: cut as they are planned
     planned: int = 0  # layers of the slices planned so far
-    ended: list[RequestRow] = field(default_factory=list)  # rows that ended meanwhile
+    left: list[RequestRow] = field(default_factory=list)  # requests that have left it
 
     @property
     def num_left(self) -> int:
@@ -35,7 +36,17 @@ class Chunk:
 
     @property
     def live(self) -> bool:
-        return any(row.live for row, _ in self.batch)
+        return bool(self.live_rows)
+
+    @property
+    def live_rows(self) -> list[RequestRow]:
+        """Its requests that have neither ended nor given their pages up."""
+        return [row for row, seq in self.batch if row.stands_in(seq)]
+
+    @property
+    def num_drawing(self) -> int:
+        """Rows that decode once it is done."""
+        return sum(seq.sample is not None for seq in self.seqs)
 
     @property
     def seqs(self) -> tuple[SeqPlan, ...]:
@@ -56,6 +67,60 @@ class Chunk:
             end = next(edge for edge in self.bounds if edge > first)
         self.planned = end
         return first, end
+
+
+class ChunkRun:
+    """The chunk that has layer slices to come, and the pages that wait for its end."""
+
+    def __init__(self, kv: KVManager, num_layers: int) -> None:
+        self._kv = kv
+        self._num_layers = num_layers
+        self._chunk: Chunk | None = None
+        self._drop: tuple[int, ...] = ()  # rows of chunks that were given up
+
+    @property
+    def current(self) -> Chunk | None:
+        return self._chunk
+
+    def begin(
+        self, batch: list[tuple[RequestRow, SeqPlan]], bounds: tuple[int, ...] | None
+    ) -> Chunk:
+        """A chunk whose slices have the edges `bounds`; None: cut as they are planned."""
+        self._chunk = Chunk(batch, self._num_layers, bounds)
+        return self._chunk
+
+    def take(self, chunk: Chunk, count: int) -> tuple[int, int]:
+        """The next slice of `count` layers is planned; pages come back with the last."""
+        layers = chunk.take(count)
+        if not chunk.num_left:
+            self._chunk = None
+            self._release(chunk.left)
+        return layers
+
+    def give_back(self, row: RequestRow) -> None:
+        """Pages of a request that no longer holds its row: now, or with its chunk."""
+        chunk = self._chunk
+        if chunk is None or not chunk.holds(row):
+            self._release([row])
+            return
+        chunk.left.append(row)
+        if not chunk.live:
+            self._chunk = None
+            self.drop(chunk.rows)
+            self._release(chunk.left)
+
+    def drop(self, rows: tuple[int, ...]) -> None:
+        """Streams kept for these rows are not needed any more."""
+        self._drop += rows
+
+    def take_drop(self) -> tuple[int, ...]:
+        """Rows for the next plan to drop."""
+        rows, self._drop = self._drop, ()
+        return rows
+
+    def _release(self, rows: list[RequestRow]) -> None:
+        for row in rows:
+            self._kv.release(row.request_id)
 
 
 def prefill_work(seqs: tuple[SeqPlan, ...]) -> Work:

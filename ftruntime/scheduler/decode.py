@@ -37,6 +37,10 @@ class DecodeManager:
         # while no decode is planned nobody else drops the rows that ended
         self._running = [*self.rows, row]
 
+    def leave(self, row: RequestRow) -> None:
+        """A request no longer decodes; without effect when it did not."""
+        self._running = [own for own in self._running if own is not row]
+
     def build(self) -> list[tuple[RequestRow, SeqPlan]]:
         """One token for every live row; empty when none is left."""
         self._running = list(self.rows)

@@ -79,6 +79,7 @@ class Pace:
         head = self._head(chunk)
         if self._gap is None or self._bounds is not None or num_rows == 0 or head is None:
             return chunk.num_left
+        num_rows += chunk.num_drawing
         allowance = self._gap.allowance(head, self._planned_s, num_rows=num_rows)
         room = self._gap.left(allowance, self._planned_s)
         end = self._gap.last_layer(prefill_work(chunk.seqs), chunk.planned, room)
@@ -106,6 +107,7 @@ class Pace:
         head = self._head(chunk)
         if self._gap is None or head is None:
             return True
+        num_rows += 0 if chunk is None else chunk.num_drawing
         allowance = self._gap.allowance(head, now, num_rows=num_rows)
         room, first = self._gap.left(allowance, now), 0
         if chunk is not None:
@@ -123,12 +125,12 @@ class Pace:
         row = self._prefill.next_row()
         if row is None:
             return None
-        left = row.num_prompt_tokens - row.num_computed
+        left = row.num_tokens - row.num_computed
         return Head(row.num_computed, left, row.request.arrival_s)
 
     def _most_tokens(self) -> int:
         """Tokens that a chunk could take, up to a page edge."""
         row = self._prefill.partial
-        rest = 0 if row is None else row.num_prompt_tokens - row.num_computed
+        rest = 0 if row is None else row.num_tokens - row.num_computed
         pages = -(-(rest + self._prefill.waiting_tokens) // PAGE_TOKENS)
         return min(self._limits.chunk_tokens, pages * PAGE_TOKENS)

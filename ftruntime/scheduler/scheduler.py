@@ -4,13 +4,19 @@ One plan is under way at a time. All state changes that a step causes happen in 
 that pages and rows are assigned when a step is planned and given back the moment a request ends,
 whatever is under way. Of a chunk that has layer slices to come only the row is: they still write to
 the pages, which come back with the last slice, or once all requests of the chunk have ended.
+
+Under optimistic admission the pool may hold no page for a row's next token. The newest request that
+holds a row then gives its pages up and waits, until the row has its page. The oldest one never has
+to, and on an empty server every accepted request fits, so each request ends.
 """
 
 from __future__ import annotations
 
+import logging
+
 from ftruntime.kvcache.manager import KVManager
 from ftruntime.scheduler.admission import check_limits, check_queue, check_request
-from ftruntime.scheduler.chunk import Chunk
+from ftruntime.scheduler.chunk import ChunkRun
 from ftruntime.scheduler.decode import DecodeManager
 from ftruntime.scheduler.pace import Pace
 from ftruntime.scheduler.policy import InterleavePolicy
@@ -30,6 +36,8 @@ from ftruntime.types import (
 )
 
 _NO_FINITE_LOGIT = "the model returned no finite logit for the next token"
+
+_logger = logging.getLogger(__name__)
 
 
 class Scheduler:
@@ -55,17 +63,18 @@ class Scheduler:
             self._table,
             self._kv,
             chunk_tokens=limits.chunk_tokens,
+            optimistic=limits.admission == "optimistic",
             eos_token_ids=limits.eos_token_ids,
         )
         self._decode = DecodeManager(self._kv, eos_token_ids=limits.eos_token_ids)
         self._pace = Pace(limits, self._prefill, self._policy)
-        self._chunk: Chunk | None = None  # has layer slices to come
-        self._drop: tuple[int, ...] = ()  # rows of chunks that were given up, for the next plan
+        self._chunks = ChunkRun(self._kv, limits.num_layers)
         self._under_way: tuple[StepPlan, tuple[RequestRow, ...]] | None = None
         self._next_index = 0
         self._num_steps: dict[StepKind, int] = {"prefill": 0, "decode": 0}
         self._num_interleaved = 0
         self._num_aborted = 0
+        self._num_retractions = 0
 
     @property
     def has_work(self) -> bool:
@@ -90,7 +99,7 @@ class Scheduler:
     @property
     def has_unfinished_prefill(self) -> bool:
         """Whether a chunk or a prompt is partly prefilled, or the head of the queue could be."""
-        return self._chunk is not None or self._prefill.can_run()
+        return self._chunks.current is not None or self._prefill.can_run()
 
     @property
     def request_ids(self) -> tuple[str, ...]:
@@ -141,11 +150,12 @@ class Scheduler:
             raise RuntimeError(
                 f"step {self._under_way[0].index} is under way, expected commit or fail before plan"
             )
-        if self._pace.decode_first(now, self._chunk, self._num_decodable()):
+        if self._pace.decode_first(now, self._chunks.current, self._num_decodable()):
             step = self._plan_decode()
             if step is not None:
                 return step
-        return self._plan_prefill() or self._plan_decode()
+        # the last row may have given its pages up when its decode was tried
+        return self._plan_prefill() or self._plan_decode() or self._plan_prefill()
 
     def commit(
         self, plan: StepPlan, result: StepResult, now: float | None = None
@@ -166,7 +176,7 @@ class Scheduler:
         if result.index != plan.index:
             raise ValueError(f"result.index is {result.index}, expected {plan.index}")
         results = {seq.row: seq for seq in result.seqs}
-        live = [(row, seq) for row, seq in zip(rows, plan.seqs, strict=True) if row.live]
+        live = [(row, seq) for row, seq in zip(rows, plan.seqs, strict=True) if row.stands_in(seq)]
         if plan.layers[1] < self._limits.num_layers:
             live = []
         for _, seq in live:
@@ -180,13 +190,14 @@ class Scheduler:
 
     def fail(self, plan: StepPlan, message: str, now: float | None = None) -> list[TokenEvent]:
         """A step did not happen: its requests end with an error, all others go on."""
-        rows = [row for row in self._rows_of(plan) if row.live]
+        named = zip(self._rows_of(plan), plan.seqs, strict=True)
+        rows = [row for row, seq in named if row.stands_in(seq)]
         self._under_way = None
         for row in rows:
             self._end(row)
-        self._drop += plan.drop  # nobody knows how far the step came
+        self._chunks.drop(plan.drop)  # nobody knows how far the step came
         if plan.kind == "prefill" and plan.layers != (0, self._limits.num_layers):
-            self._drop += tuple(seq.row for seq in plan.seqs)
+            self._chunks.drop(tuple(seq.row for seq in plan.seqs))
         if now is not None:
             self._pace.ended(plan.kind, now, self._num_decodable())
         return [
@@ -207,7 +218,7 @@ class Scheduler:
             "prefill_streak": self._policy.streak,
             "prefill_steps": self._num_steps["prefill"],
             "decode_steps": self._num_steps["decode"],
-            "retractions": 0,
+            "retractions": self._num_retractions,
             "aborted": self._num_aborted,
         }
 
@@ -220,8 +231,8 @@ class Scheduler:
         self._kv.check()
         self._table.check()
         seated = {row.request_id for row in self._table if row.row != NO_ROW}
-        if self._chunk is not None:
-            seated |= {row.request_id for row in self._chunk.ended}
+        if self._chunks.current is not None:
+            seated |= {row.request_id for row in self._chunks.current.left}
         if set(self._kv.sequence_ids) != seated:
             raise AssertionError(
                 f"{sorted(self._kv.sequence_ids)} hold pages, {sorted(seated)} hold rows"
@@ -236,21 +247,20 @@ class Scheduler:
         return len(self._decode.rows) if self._pace.timed else 0
 
     def _plan_prefill(self) -> StepPlan | None:
-        chunk, num_rows = self._chunk, self._num_decodable()
+        chunk, num_rows = self._chunks.current, self._num_decodable()
         if chunk is None:
             batch = self._prefill.build(self._pace.new_chunk_tokens(num_rows))
             if not batch:
                 return None
-            chunk = Chunk(batch, self._limits.num_layers, self._pace.bounds)
-        layers = chunk.take(self._pace.slice_layers(chunk, num_rows))
-        self._chunk = chunk if chunk.num_left else None
-        if self._chunk is None:
-            self._release(chunk.ended)
+            chunk = self._chunks.begin(batch, self._pace.bounds)
+        layers = self._chunks.take(chunk, self._pace.slice_layers(chunk, num_rows))
         return self._step("prefill", chunk.batch, layers=layers)
 
     def _plan_decode(self) -> StepPlan | None:
         if not self._decode.can_run:
             return None
+        if self._limits.admission == "optimistic":
+            self._make_room()
         batch = self._decode.build()
         self._policy.decode_planned()
         if not batch:
@@ -258,6 +268,35 @@ class Scheduler:
         interleaved = self.has_unfinished_prefill
         self._num_interleaved += interleaved
         return self._step("decode", batch, interleaved=interleaved)
+
+    def _make_room(self) -> None:
+        """Every row that decodes has a page for its next token."""
+        for row in self._decode.rows:
+            while row.status == "running" and not self._kv.grow(row.request_id, row.num_tokens):
+                self._retract(self._newest())
+
+    def _newest(self) -> RequestRow:
+        """The last request to be admitted of those that hold a row."""
+        if self._prefill.partial is not None:
+            return self._prefill.partial
+        chunk = self._chunks.current
+        in_chunk = [] if chunk is None else chunk.live_rows
+        return (in_chunk or self._decode.rows)[-1]
+
+    def _retract(self, row: RequestRow) -> None:
+        """Put a request back into the queue; its pages are free, or kept for its return."""
+        _logger.info(
+            "retracted request=%s tokens=%d computed=%d running=%d: no page is left for the next "
+            "token of an older request", row.request_id, row.num_tokens, row.num_computed,
+            self.num_running,
+        )  # fmt: skip
+        self._num_retractions += 1
+        row.retracted = True
+        self._prefill.discard(row)
+        self._decode.leave(row)
+        self._table.unseat(row)
+        self._chunks.give_back(row)
+        self._prefill.requeue(row)
 
     def _step(
         self,
@@ -273,12 +312,11 @@ class Scheduler:
             seqs=tuple(seq for _, seq in batch),
             layers=layers or (0, self._limits.num_layers),
             interleaved=interleaved,
-            drop=self._drop,
+            drop=self._chunks.take_drop(),
         )
         self._next_index += 1
         self._num_steps[kind] += 1
         self._under_way = plan, tuple(row for row, _ in batch)
-        self._drop = ()
         self._pace.planned(plan)
         return plan
 
@@ -330,21 +368,8 @@ class Scheduler:
     def _end(self, row: RequestRow) -> None:
         self._prefill.discard(row)
         self._table.end(row)
-        if row.row == NO_ROW:
-            return
-        chunk = self._chunk
-        if chunk is None or not chunk.holds(row):
-            self._release([row])
-            return
-        chunk.ended.append(row)
-        if not chunk.live:
-            self._chunk = None
-            self._drop += chunk.rows
-            self._release(chunk.ended)
-
-    def _release(self, rows: list[RequestRow]) -> None:
-        for row in rows:
-            self._kv.release(row.request_id)
+        if row.row != NO_ROW:
+            self._chunks.give_back(row)
 
 
 def _check_result(seq: SeqPlan, result: SeqResult | None) -> None:

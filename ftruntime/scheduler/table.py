@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ftruntime.types import Request, SamplingParams, TokenLogprobs
+from ftruntime.types import Request, SamplingParams, SeqPlan, TokenLogprobs
 
 RowStatus = Literal["waiting", "prefilling", "running", "ended"]
 NO_ROW = -1
@@ -30,6 +30,7 @@ class RequestRow:
     num_computed: int = 0  # tokens whose rows stand in the pools
     num_cached: int = 0  # of those, tokens that another request had computed before
     planned: bool = False  # some plan has named this row for this request
+    retracted: bool = False  # it has given its pages up before
     output_counts: dict[int, int] = field(default_factory=dict)  # generated token id -> times
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
 
@@ -46,6 +47,11 @@ class RequestRow:
         return len(self.request.prompt_token_ids)
 
     @property
+    def num_tokens(self) -> int:
+        """Tokens that are known, prompt and output: what has to be computed before the next."""
+        return len(self.token_ids)
+
+    @property
     def num_generated(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
 
@@ -57,6 +63,10 @@ class RequestRow:
     @property
     def live(self) -> bool:
         return self.status != "ended"
+
+    def stands_in(self, seq: SeqPlan) -> bool:
+        """Whether the request is still in the row that a plan names for it."""
+        return self.live and self.row == seq.row
 
     def append(self, token_id: int) -> None:
         self.token_ids.append(token_id)
@@ -121,6 +131,13 @@ class RequestTable:
         assert self._free_rows
         row.row = heapq.heappop(self._free_rows)
         row.status = "prefilling"
+
+    def unseat(self, row: RequestRow) -> None:
+        """Take a request's row number away; it waits again."""
+        assert row.status in ("prefilling", "running")
+        heapq.heappush(self._free_rows, row.row)
+        row.row = NO_ROW
+        row.status = "waiting"
 
     def end(self, row: RequestRow) -> None:
         """Forget a request; its row number is free, the object keeps it for results under way."""

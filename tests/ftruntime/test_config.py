@@ -244,7 +244,7 @@ def test_only_flags_that_were_given_are_called_inactive():
         "decode_interleave_every": 8, "enable_cache_report": True,
     }  # fmt: skip
     assert list(idle(CPU, **report)) == [
-        "--disable-pynccl", "--cuda-graph-max-bs", "--admission", "--moe-prefill-hit-d2d",
+        "--disable-pynccl", "--cuda-graph-max-bs", "--moe-prefill-hit-d2d",
     ]  # fmt: skip
     assert idle(CUDA, cache_type="naive", admission="reserve", cuda_graph_max_bs=4) == {}
 

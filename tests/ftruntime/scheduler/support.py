@@ -10,7 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ftruntime.scheduler.scheduler import Scheduler
+from ftruntime.scheduler.table import RequestRow
 from ftruntime.types import (
+    Admission,
     Request,
     SamplingParams,
     SchedulerLimits,
@@ -35,6 +37,7 @@ def make_limits(
     every: int | None = None,
     gap_s: float | None = None,
     groups: int | None = None,
+    admission: Admission = "reserve",
     max_waiting_requests: int = 256,
     max_waiting_tokens: int = 1 << 40,
 ) -> SchedulerLimits:
@@ -48,6 +51,7 @@ def make_limits(
         decode_interleave_every=every,
         max_decode_gap_s=gap_s,
         prefill_layer_groups=groups,
+        admission=admission,
         max_waiting_requests=max_waiting_requests,
         max_waiting_tokens=max_waiting_tokens,
         eos_token_ids=(EOS,),
@@ -74,7 +78,8 @@ class CheckingExecutor:
     requests: dict[str, Request] = field(default_factory=dict)
     holder: dict[int, int] = field(default_factory=dict)  # row -> life, one number per fresh plan
     done: dict[int, list[int]] = field(default_factory=dict)  # life -> tokens that went in
-    drawn: dict[int, list[int]] = field(default_factory=dict)
+    drawn: dict[int, list[int]] = field(default_factory=dict)  # one list for all of a request's
+    of_request: dict[int, list[int]] = field(default_factory=dict)  # by identity
     tables: dict[int, dict[int, tuple[int, int]]] = field(default_factory=dict)  # life -> pages
     window_owner: dict[int, tuple[int, int]] = field(default_factory=dict)  # page -> life, logical
     row_owner: dict[int, tuple[int, int]] = field(default_factory=dict)
@@ -113,9 +118,7 @@ class CheckingExecutor:
     def _enter(self, seq: SeqPlan) -> None:
         assert 0 <= seq.row < self.limits.max_running
         if seq.fresh:
-            life = len(self.done)
-            self.holder[seq.row] = life
-            self.done[life], self.drawn[life], self.tables[life] = [], [], {}
+            self._begin(seq)
         life = self.holder[seq.row]
         table = self.tables[life]
         for logical, window_page, row_page in seq.new_pages:
@@ -128,6 +131,14 @@ class CheckingExecutor:
         tokens.extend(seq.token_ids)
         prompt = self.requests[seq.request_id].prompt_token_ids
         assert tokens == [*prompt, *self.drawn[life]][: len(tokens)]
+
+    def _begin(self, seq: SeqPlan) -> None:
+        """A row's life; a request that comes back to a row goes on with what it has drawn."""
+        life, request = len(self.done), self.requests[seq.request_id]
+        self.holder[seq.row] = life
+        self.drawn[life] = self.of_request.setdefault(id(request), [])
+        known = [*request.prompt_token_ids, *self.drawn[life]]
+        self.done[life], self.tables[life] = known[: seq.start], {}
 
     def _write(self, seq: SeqPlan) -> None:
         life = self.holder[seq.row]
@@ -150,12 +161,13 @@ class CheckingExecutor:
 
     def _result(self, plan: StepPlan, seq: SeqPlan) -> SeqResult:
         life, request = self.holder[seq.row], self.requests[seq.request_id]
-        end, num_prompt = seq.start + len(seq.token_ids), len(request.prompt_token_ids)
+        end = seq.start + len(seq.token_ids)
+        known = len(request.prompt_token_ids) + len(self.drawn[life])
         if plan.kind == "prefill":
             assert seq.start % 128 == 0
-            assert end == num_prompt or end % 128 == 0, "a part ends on a page edge"
-            assert end <= num_prompt
-            assert (seq.sample is not None) == (end == num_prompt)
+            assert end == known or end % 128 == 0, "a part ends on a page edge"
+            assert end <= known
+            assert (seq.sample is not None) == (end == known)
         scores = tuple(TokenLogprobs(token, -1.0) for token in seq.prompt_targets or ())
         if seq.sample is None:
             return SeqResult(seq.row, seq.request_id, prompt_logprobs=scores)
@@ -163,6 +175,16 @@ class CheckingExecutor:
         token = self.choose(seq.request_id, end)
         self.drawn[life].append(token)
         return SeqResult(seq.row, seq.request_id, token_id=token, prompt_logprobs=scores)
+
+
+class Watched(Scheduler):
+    """Tells `on_retract` who gives pages up."""
+
+    on_retract: Callable[[str], None] = staticmethod(lambda request_id: None)
+
+    def _retract(self, row: RequestRow) -> None:
+        self.on_retract(row.request_id)
+        super()._retract(row)
 
 
 class Bench:

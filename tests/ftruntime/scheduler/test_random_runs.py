@@ -13,9 +13,8 @@ from dataclasses import dataclass, field
 import pytest
 
 from ftruntime.kvcache.pages import OutOfPagesError
-from ftruntime.scheduler.scheduler import Scheduler
-from ftruntime.types import RequestRejectedError, SchedulerLimits, StepPlan, TokenEvent
-from tests.ftruntime.scheduler.support import EOS, Bench, make_limits, make_request
+from ftruntime.types import Admission, RequestRejectedError, SchedulerLimits, StepPlan, TokenEvent
+from tests.ftruntime.scheduler.support import EOS, Bench, Watched, make_limits, make_request
 
 OPERATIONS = 4000
 RUNS = [
@@ -40,13 +39,15 @@ class Expected:
     num_prompt: int
     max_tokens: int
     stage: str = "waiting"  # then prompt, decode
+    promised: int = 0  # pages
+    target: int = 0  # tokens to compute before the next one is drawn
     done: int = 0  # prompt tokens
     tokens: list[int] = field(default_factory=list)
     waited: int = 0  # prefill steps since its last token, while decodable
 
     @property
-    def pages(self) -> int:
-        return -(-(self.num_prompt + self.max_tokens) // 128)
+    def known(self) -> int:
+        return self.num_prompt + len(self.tokens)
 
 
 @dataclass
@@ -55,6 +56,7 @@ class Model:
     live: dict[str, Expected] = field(default_factory=dict)
     listed: int = 0  # rows that joined the running set or were in the last decode
     streak: int = 0
+    retracted: list[str] = field(default_factory=list)
 
     def waiting(self) -> list[str]:
         return [name for name, r in self.live.items() if r.stage == "waiting"]
@@ -63,9 +65,32 @@ class Model:
         return [name for name, r in self.live.items() if r.stage == "decode"]
 
     def can_admit(self, name: str) -> bool:
-        seated = [r for r in self.live.values() if r.stage != "waiting"]
-        promised = sum(r.pages for r in seated) + self.live[name].pages
-        return len(seated) < self.limits.max_running and promised <= self.limits.num_pages
+        seated = len(self.seated())
+        spare = seated if self.limits.admission == "optimistic" else 0
+        fits = self.promise(self.live[name]) + spare <= self.free_pages()
+        return seated < self.limits.max_running and fits
+
+    def seated(self) -> list[str]:
+        return [name for name, r in self.live.items() if r.stage != "waiting"]
+
+    def free_pages(self) -> int:
+        return self.limits.num_pages - sum(self.live[name].promised for name in self.seated())
+
+    def promise(self, r: Expected) -> int:
+        whole = r.num_prompt + r.max_tokens
+        return pages_of(r.known if self.limits.admission == "optimistic" else whole)
+
+    def make_room(self) -> None:
+        for name in self.decoding():
+            r = self.live[name]
+            while r.stage == "decode" and pages_of(r.known) > r.promised:
+                if self.free_pages() > 0:
+                    r.promised += 1
+                else:
+                    newest = self.live[self.seated()[-1]]
+                    self.retracted.append(self.seated()[-1])
+                    self.listed -= newest.stage == "decode"
+                    newest.stage, newest.done, newest.promised = "waiting", 0, 0
 
     def expect_status(self, num_tokens: int) -> int | None:
         """HTTP status that turns a new request away, or None."""
@@ -88,6 +113,7 @@ class Model:
         """Kind, (request, start, tokens) of every row, interleaved."""
         every = self.limits.decode_interleave_every
         if every is not None and self.streak >= every and self.listed:
+            self.make_room()
             self.streak, self.listed = 0, len(self.decoding())
             if self.listed:
                 return "decode", self._decodes(), self.next_part() is not None
@@ -96,6 +122,7 @@ class Model:
             self.streak += 1
             return "prefill", parts, False
         assert self.decoding(), "work is left and nothing can run"
+        self.make_room()
         self.streak, self.listed = 0, len(self.decoding())
         return "decode", self._decodes(), False
 
@@ -112,14 +139,18 @@ class Model:
         budget, parts = self.limits.chunk_tokens, []
         while (name := self.next_part()) is not None:
             r = self.live[name]
-            rest = r.num_prompt - r.done
+            if r.stage == "waiting":
+                r.target = r.known
+            rest = r.target - r.done
             count = rest if rest <= budget else budget // 128 * 128
             if count == 0:
                 break
+            if r.stage == "waiting":
+                r.promised = self.promise(r)
             parts.append((name, r.done, count))
             r.done += count
             budget -= count
-            r.stage = "prompt" if r.done < r.num_prompt else "planned"
+            r.stage = "prompt" if r.done < r.target else "planned"
             if r.stage == "prompt":
                 break
         return parts
@@ -155,14 +186,18 @@ class Model:
 class RandomRun:
     def __init__(self, limits: SchedulerLimits, seed: int) -> None:
         self.rng = random.Random(seed)
+        # optimistic: outputs of several pages that outgrow what was there when they were admitted
+        self.optimistic = limits.admission == "optimistic"
+        self.rate = 0.05 if self.optimistic else 1.0
         self.bench = Bench(limits, choose=self._choose)
         self.model = Model(limits)
+        self.retracted: list[str] = []
         self.submitted: list[str] = []
         self.ended: dict[str, str] = {}
         self.seen: dict[str, int] = {"decode": 0, "prefill": 0, "fail": 0, "abort": 0, "reject": 0}
 
     def _choose(self, request_id: str, position: int) -> int:
-        return EOS if self.rng.random() < 0.02 else 100 + position % 50
+        return EOS if self.rng.random() < 0.02 * self.rate else 100 + position % 50
 
     def operate(self) -> None:
         # arrivals come in waves, so that the server is both starved and flooded
@@ -170,7 +205,7 @@ class RandomRun:
         draw = self.rng.random()
         if draw < (0.4 if wave else 0.1):
             self.arrive()
-        elif draw > 0.99 and self.model.live:
+        elif draw > 1 - 0.01 * self.rate and self.model.live:
             self.abort(self.rng.choice(list(self.model.live)))
         else:
             self.step()
@@ -181,6 +216,8 @@ class RandomRun:
         name = f"r{len(self.submitted)}"
         num_prompt = self.rng.choice([1, 127, 128, 129, 256, self.rng.randint(1, 1500)])
         max_tokens = self.rng.choice([1, 2, self.rng.randint(1, 60), self.rng.randint(1, 300)])
+        if self.optimistic:
+            max_tokens = self.rng.randint(1, 1000)
         status = self.model.expect_status(num_prompt + max_tokens)
         request = make_request(name, num_prompt, max_tokens)
         if status is not None:
@@ -209,10 +246,10 @@ class RandomRun:
         self.seen[plan.kind] += 1
         got = [(seq.request_id, seq.start, len(seq.token_ids)) for seq in plan.seqs]
         assert (plan.kind, got, plan.interleaved) == self.model.expect_plan()
-        if self.rng.random() < 0.1:  # aborts that arrive while the step runs
+        if self.rng.random() < 0.1 * self.rate:  # aborts that arrive while the step runs
             for name, _, _ in self.rng.sample(got, self.rng.randint(1, len(got))):
                 self.abort(name)
-        if self.rng.random() < 0.02:
+        if self.rng.random() < 0.02 * self.rate**0.5:
             self.fail(plan)
         else:
             events = self.bench.finish(plan)
@@ -244,8 +281,14 @@ class RandomRun:
         assert sorted(self.ended) == sorted(self.submitted), "every request ends"
 
 
-def tight_limits(seed: int) -> SchedulerLimits:
+def pages_of(num_tokens: int) -> int:
+    return -(-num_tokens // 128)
+
+
+def tight_limits(seed: int, admission: Admission = "reserve") -> SchedulerLimits:
     every, chunk, rows, pages, max_model_len = RUNS[seed]
+    if admission == "optimistic":
+        rows, pages = max(rows, 4), 12
     return make_limits(
         num_pages=pages,
         # two for each row, what a chunk takes beyond its own row's two, and the padding page
@@ -254,31 +297,39 @@ def tight_limits(seed: int) -> SchedulerLimits:
         max_running=rows,
         max_model_len=max_model_len,
         every=every,
+        admission=admission,
         max_waiting_requests=20,
     )
 
 
-def random_run(seed: int, make: type[Scheduler] = Scheduler) -> RandomRun:
-    limits = tight_limits(seed)
+def random_run(
+    seed: int, make: type[Watched] = Watched, admission: Admission = "reserve"
+) -> RandomRun:
+    limits = tight_limits(seed, admission)
     run = RandomRun(limits, seed)
-    run.bench.scheduler = make(limits)
+    scheduler = run.bench.scheduler = make(limits)
+    scheduler.on_retract = run.retracted.append
     for _ in range(OPERATIONS):
         run.operate()
     run.drain()
     return run
 
 
+@pytest.mark.parametrize("admission", ["reserve", "optimistic"])
 @pytest.mark.parametrize("seed", range(len(RUNS)))
-def test_p05_p06_s14_random_operations(seed: int) -> None:
-    run = random_run(seed)
+def test_p05_p06_s14_random_operations(seed: int, admission: Admission) -> None:
+    run = random_run(seed, admission=admission)
+    assert run.retracted == run.model.retracted
+    assert bool(run.retracted) == (admission == "optimistic")
     assert min(run.seen.values()) > 0, run.seen
     stats = run.bench.scheduler.stats()
     assert stats["aborted"] == run.seen["abort"]
+    assert stats["retractions"] == len(run.retracted)
     assert stats["prefill_steps"] == run.seen["prefill"]
     assert stats["decode_steps"] == run.seen["decode"]
 
 
-class LetsTheShortestPass(Scheduler):
+class LetsTheShortestPass(Watched):
     def plan(self, now: float) -> StepPlan | None:
         queue = self._prefill._queue
         if queue:
@@ -287,7 +338,7 @@ class LetsTheShortestPass(Scheduler):
         return super().plan(now)
 
 
-class TrimsTooEarly(Scheduler):
+class TrimsTooEarly(Watched):
     """Gives window pages back while 128 later positions still see them."""
 
     def __init__(self, limits: SchedulerLimits) -> None:
@@ -296,24 +347,24 @@ class TrimsTooEarly(Scheduler):
         self._kv.trim = lambda seq_id, end: trim(seq_id, end + 128)  # type: ignore[method-assign]
 
 
-class NeverTrims(Scheduler):
+class NeverTrims(Watched):
     def __init__(self, limits: SchedulerLimits) -> None:
         super().__init__(limits)
         self._kv.trim = lambda seq_id, end: None  # type: ignore[method-assign]
 
 
-class PromisesTheirPromptOnly(Scheduler):
+class PromisesTheirPromptOnly(Watched):
     """Admission counts the prompt's pages and not the output's."""
 
     def __init__(self, limits: SchedulerLimits) -> None:
         super().__init__(limits)
         can_admit = self._kv.can_admit
         self._kv.can_admit = (  # type: ignore[method-assign]
-            lambda num_tokens, prompt: can_admit(max(1, num_tokens - 60), prompt)
+            lambda num_tokens, prompt, **spare: can_admit(max(1, num_tokens - 60), prompt, **spare)
         )
 
 
-class KeepsPagesOfTheCancelled(Scheduler):
+class KeepsPagesOfTheCancelled(Watched):
     def cancel(self, request_id: str) -> TokenEvent | None:
         release, self._kv.release = self._kv.release, lambda seq_id: False  # type: ignore[method-assign]
         try:
@@ -333,6 +384,6 @@ class KeepsPagesOfTheCancelled(Scheduler):
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
-def test_wrong_schedulers_are_seen(mutant: type[Scheduler], seed: int) -> None:
+def test_wrong_schedulers_are_seen(mutant: type[Watched], seed: int) -> None:
     with pytest.raises((AssertionError, OutOfPagesError)):
         random_run(seed, mutant)

@@ -14,9 +14,8 @@ from dataclasses import dataclass, replace
 import pytest
 
 from ftruntime.kvcache.pages import OutOfPagesError
-from ftruntime.scheduler.scheduler import Scheduler
-from ftruntime.types import SchedulerLimits, StepPlan, TokenEvent
-from tests.ftruntime.scheduler.support import EOS, Bench, make_limits, make_request
+from ftruntime.types import Admission, SchedulerLimits, StepPlan, TokenEvent
+from tests.ftruntime.scheduler.support import EOS, Bench, Watched, make_limits, make_request
 
 OPERATIONS = 6000
 NUM_LAYERS = 7
@@ -36,8 +35,10 @@ RUNS = [
 ]
 
 
-def limits_of(seed: int) -> SchedulerLimits:
+def limits_of(seed: int, admission: Admission = "reserve") -> SchedulerLimits:
     every, gap_s, groups, chunk, rows, pages = RUNS[seed]
+    if admission == "optimistic":
+        rows, pages = max(rows, 4), 12
     limits = make_limits(
         num_pages=pages,
         window_pages=2 * rows + (chunk // 128 - 1) + 1,
@@ -46,6 +47,7 @@ def limits_of(seed: int) -> SchedulerLimits:
         every=every,
         gap_s=gap_s,
         groups=groups,
+        admission=admission,
         max_waiting_requests=20,
     )
     return replace(limits, num_layers=NUM_LAYERS)
@@ -62,10 +64,17 @@ class Stream:
 
 
 class SlicedRun:
-    def __init__(self, seed: int, make: type[Scheduler] = Scheduler) -> None:
-        self.limits = limits_of(seed)
+    def __init__(
+        self, seed: int, make: type[Watched] = Watched, admission: Admission = "reserve"
+    ) -> None:
+        self.limits = limits_of(seed, admission)
         self.rng = random.Random(seed)
-        self.bench = Bench(self.limits, scheduler=make(self.limits), choose=self._choose)
+        # optimistic: outputs of several pages that outgrow what was there when they were admitted
+        self.optimistic = admission == "optimistic"
+        self.max_output, self.rate = (1000, 0.05) if self.optimistic else (150, 1.0)
+        scheduler = make(self.limits)
+        scheduler.on_retract = self.retract
+        self.bench = Bench(self.limits, scheduler=scheduler, choose=self._choose)
         self.bench.now = 0.0
         self.streams: dict[str, Stream] = {}
         self.num_submitted = 0
@@ -75,16 +84,17 @@ class SlicedRun:
         self.gaps: list[float] = []
         self.last: StepPlan | None = None
         self.seen = {"fail": 0, "abort": 0, "abort between slices": 0, "decode between slices": 0}
+        self.retracted: list[bool] = []  # whether a chunk was between two slices
 
     def _choose(self, request_id: str, position: int) -> int:
-        return EOS if self.rng.random() < 0.02 else 100 + position % 50
+        return EOS if self.rng.random() < 0.02 * self.rate else 100 + position % 50
 
     def run(self) -> None:
         for _ in range(OPERATIONS):
             draw, wave = self.rng.random(), self.num_submitted // 60 % 2 == 0
             if draw < (0.25 if wave else 0.06) and self.bench.scheduler.num_waiting < 12:
                 self.arrive()
-            elif draw > 0.985 and self.streams:
+            elif draw > 1 - 0.015 * self.rate and self.streams:
                 self.abort(self.rng.choice(list(self.streams)))
             else:
                 self.step()
@@ -101,8 +111,11 @@ class SlicedRun:
     def arrive(self) -> None:
         name = f"r{self.num_submitted}"
         num_prompt = self.rng.choice([1, 127, 128, 129, 256, self.rng.randint(1, 1500)])
-        num_prompt = min(num_prompt, self.limits.num_pages * 128 - 150)
-        request = make_request(name, num_prompt, self.rng.choice([1, 2, self.rng.randint(1, 150)]))
+        num_prompt = min(num_prompt, self.limits.num_pages * 128 - self.max_output)
+        num_output = self.rng.choice([1, 2, self.rng.randint(1, 150)])
+        if self.optimistic:
+            num_output = self.rng.randint(1, self.max_output)
+        request = make_request(name, num_prompt, num_output)
         self.bench.submit(replace(request, arrival_s=self.bench.now or 0.0))
         self.streams[name] = Stream(self.num_submitted)
         self.num_submitted += 1
@@ -114,6 +127,16 @@ class SlicedRun:
         self.seen["abort between slices"] += bool(self.bench.executor.kept)
         self.end([event])
 
+    def retract(self, name: str) -> None:
+        """It waits again, ahead of all that are younger."""
+        stream = self.streams[name]
+        assert stream.number == max(
+            self.streams[s].number for s in self.bench.scheduler.request_ids
+            if self.streams[s].number <= self.newest_started
+        ), "the newest gives its pages up"  # fmt: skip
+        stream.decodes, self.newest_started = False, stream.number - 1
+        self.retracted.append(bool(self.bench.executor.kept))
+
     def step(self) -> None:
         unfinished = self.bench.scheduler.has_unfinished_prefill
         plan = self.bench.plan()
@@ -122,11 +145,11 @@ class SlicedRun:
             return
         self.check_order(plan, unfinished)
         self.bench.now = (self.bench.now or 0.0) + seconds(plan)
-        if self.rng.random() < 0.1:  # aborts that arrive while the step runs
+        if self.rng.random() < 0.1 * self.rate:  # aborts that arrive while the step runs
             names = [s.request_id for s in plan.seqs if s.request_id in self.streams]
             for name in self.rng.sample(names, self.rng.randint(1, len(names)) if names else 0):
                 self.abort(name)
-        if self.rng.random() < 0.01:
+        if self.rng.random() < 0.01 * self.rate**0.5:
             self.fail(plan)
             events: list[TokenEvent] = []
         else:
@@ -195,16 +218,18 @@ def seconds(plan: StepPlan) -> float:
     return (FIXED_S + tokens) * (plan.layers[1] - plan.layers[0]) / NUM_LAYERS
 
 
+@pytest.mark.parametrize("admission", ["reserve", "optimistic"])
 @pytest.mark.parametrize("seed", range(len(RUNS)))
-def test_s01_s06_p05_p06_random_slices(seed: int) -> None:
-    run = SlicedRun(seed)
+def test_s01_s06_p05_p06_random_slices(seed: int, admission: Admission) -> None:
+    run = SlicedRun(seed, admission=admission)
     run.run()
-    sliced = run.limits.prefill_layer_groups != 1
+    assert bool(run.retracted) == (admission == "optimistic")
+    sliced = run.limits.prefill_layer_groups != 1 and admission == "reserve"
     assert all(count > 0 for name, count in run.seen.items() if sliced or "between" not in name)
     assert len(run.gaps) > 300
 
 
-class ForgetsTheFloor(Scheduler):
+class ForgetsTheFloor(Watched):
     """A decode goes first whenever rows can decode."""
 
     def plan(self, now: float) -> StepPlan | None:
@@ -212,13 +237,13 @@ class ForgetsTheFloor(Scheduler):
         return super().plan(now)
 
 
-class KeepsDroppedChunks(Scheduler):
+class KeepsDroppedChunks(Watched):
     def _plan_prefill(self) -> StepPlan | None:
-        self._drop = ()
+        self._chunks.take_drop()
         return super()._plan_prefill()
 
 
-class NeverLearns(Scheduler):
+class NeverLearns(Watched):
     """Believes that steps take no time."""
 
     def __init__(self, limits: SchedulerLimits) -> None:
@@ -237,6 +262,6 @@ class NeverLearns(Scheduler):
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
-def test_wrong_schedulers_are_seen(mutant: type[Scheduler], seed: int) -> None:
+def test_wrong_schedulers_are_seen(mutant: type[Watched], seed: int) -> None:
     with pytest.raises((AssertionError, OutOfPagesError)):
         SlicedRun(seed, mutant).run()

@@ -126,9 +126,9 @@ def at_page_edge(groups: int = 3, make: type[Scheduler] = Scheduler) -> Bench:
 
 class FreesPagesBetweenSlices(Scheduler):
     def _end(self, row: RequestRow) -> None:
-        chunk, self._chunk = self._chunk, None
+        chunk, self._chunks._chunk = self._chunks.current, None
         super()._end(row)
-        self._chunk = chunk
+        self._chunks._chunk = chunk
 
 
 def abort_one(bench: Bench) -> None:
