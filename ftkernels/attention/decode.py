@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -36,6 +36,7 @@ from ftkernels.linear.linear import matmul_rows, wide
 from ftkernels.rope.rope import rotate
 from ftkernels.spec import COUNTER_BYTES, Case, Inputs, KernelSpec
 from ftkernels.target import Target
+from ftkernels.work import Work, even_loop
 
 _TILE = 16  # rows
 _MOST_BLOCKS = 256  # of one sequence: twice the SMs of the largest card in mind
@@ -238,10 +239,12 @@ def default_config(key: Case) -> DecodeConfig:
 
 
 def candidates(key: Case, target: Target) -> Iterable[DecodeConfig]:
-    split = 8 if key["bytes"] == 1 else 4
-    for block_h, warps, stages in itertools.product((8, 16, 32), (4, 8), (2, 3)):
-        if block_h == 8 or block_h <= key["H"]:
-            yield DecodeConfig(block_h, split, warps, stages)
+    """Other cuts of the heads, and stages: split and warps set the order of a row's sums."""
+    base = default_config(key)
+    cuts = [h for h in (16, 32) if h <= key["H"]] if base.block_h >= 16 else [base.block_h]
+    if key["bytes"] != 4:
+        for block_h, stages in itertools.product(cuts, (2, 3, 4)):
+            yield replace(base, block_h=block_h, num_stages=stages)
 
 
 def _most_splits(num_heads: int, window: int, rows: int, num_splits: int | None) -> int:
@@ -485,6 +488,22 @@ def _inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
     return (q, pool, table.expand(sequences, -1), lens), kwargs
 
 
+def _work(case: Case, kernel: str, config: Case) -> Work:
+    length, ratio = case["length"], case["ratio"]
+    near = min(length, 128)
+    far = rows_seen(case, length - 1) - near
+    window = triton.cdiv(near, _TILE)
+    rows = triton.cdiv(case.get("topk", far), _TILE) if ratio else 0
+    per_run = triton.cdiv(window + rows, config["NUM_SPLITS"])
+    runs = triton.cdiv(window + rows, per_run)
+    blocks = case["S"] * runs * triton.cdiv(case["H"], config["BLOCK_H"])
+    macs = 2 * case["S"] * case["H"] * case["D"]
+    loops = even_loop(macs * near, blocks, window / runs), even_loop(
+        macs * far, blocks, rows / runs
+    )
+    return Work(blocks, loops if ratio else loops[:1])
+
+
 _FLASH = flash_cases({"S": 1, "length": 4096})
 SPEC = KernelSpec(
     op=mla_decode, reference=mla_decode_reference, default=default_config,
@@ -501,4 +520,5 @@ SPEC = KernelSpec(
     ),
     bytes_moved=lambda c: 2 * c["S"] * c["D"] * (rows_seen(c, c["length"] - 1) + 2 * c["H"]),
     flops=lambda c: 4 * c["S"] * c["H"] * c["D"] * rows_seen(c, c["length"] - 1),
+    work=_work,
 )  # fmt: skip

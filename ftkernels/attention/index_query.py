@@ -128,9 +128,10 @@ def default_config(key: Case) -> QueryConfig:
 
 
 def candidates(key: Case, target: Target) -> Iterable[QueryConfig]:
+    """4 to 32 values a thread: fewer are no wide loads, more do not stay in registers."""
     for block_r in (1, 2, 4, 8, 16, 32):
         for num_warps in (1, 2, 4, 8):
-            if 32 * num_warps <= block_r * key["D"] <= 4096:
+            if 128 * num_warps <= block_r * key["D"] <= min(4096, 1024 * num_warps):
                 yield QueryConfig(block_r, num_warps)
 
 

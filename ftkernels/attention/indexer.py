@@ -9,7 +9,7 @@ One launch, of one of the two kernels in `index_kernels`.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -30,6 +30,7 @@ from ftkernels.quant.round_trip import quant_round_trip_reference as quant_round
 from ftkernels.spec import COUNTER_BYTES, Case, Inputs, KernelSpec
 from ftkernels.target import Target
 from ftkernels.testing import randn
+from ftkernels.work import Work, even_loop
 
 _SCORE_BYTES = 64 << 20
 _SCRATCH_WORDS = ((64 << 20) - COUNTER_BYTES) // 4
@@ -278,10 +279,9 @@ def default_config(key: Case) -> IndexConfig:
 
 
 def candidates(key: Case, target: Target) -> Iterable[IndexConfig]:
-    base = default_config(key)
-    for block_r in (64, 128):
-        for num_stages in (3, 4):
-            yield IndexConfig(block_r, _MAX_CHUNK, base.num_queries, 4, num_stages)
+    """Stages only: with the tile goes which warps share the sum over a row's heads."""
+    for num_stages in (2, 3, 4):
+        yield replace(default_config(key), num_stages=num_stages)
 
 
 def _inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
@@ -309,6 +309,24 @@ def _inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
     return (index_q, weights, pool, table, bounds, lens), kwargs
 
 
+def _rows_scored(case: Case) -> int:
+    """By all queries; those that see no more than ``topk`` rows score none."""
+    seen = ((p + 1) // 4 for p in range(case["pos0"], case["pos0"] + case["T"]))
+    return sum(rows for rows in seen if rows > case["topk"])
+
+
+def _work(case: Case, kernel: str, config: Case) -> Work | None:
+    if config["EXACT"]:
+        return None
+    rows, tile = _rows_scored(case), config["BLOCK_R"] * config["BLOCK_H"] * config["BLOCK_D"]
+    plan = _plan(case["T"], (case["pos0"] + case["T"]) // 4, case["topk"])
+    together = 1 if plan.splits else config["NQ"]
+    blocks = case["T"] * plan.splits or triton.cdiv(plan.blocks, config["NQ"])
+    passes = rows / config["BLOCK_R"] / together / blocks
+    macs = rows * case["Hi"] * case["Di"]
+    return Work(blocks, (even_loop(macs, blocks, passes, tile * together),))
+
+
 SPEC = KernelSpec(
     op=index_select, reference=index_select_reference, default=default_config,
     candidates=candidates, inputs=_inputs, scratch=scratch_bytes,
@@ -323,5 +341,5 @@ SPEC = KernelSpec(
          "fp4": 1},
     ),
     bytes_moved=lambda c: 2 * c["T"] * c["Hi"] * c["Di"] + 4 * c["T"] * c["topk"],
-    flops=lambda c: 2 * c["T"] * c["Hi"] * c["Di"] * (c["pos0"] + c["T"]) // 4,
+    flops=lambda c: 2 * c["Hi"] * c["Di"] * _rows_scored(c), work=_work,
 )  # fmt: skip

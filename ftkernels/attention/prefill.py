@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -40,6 +40,7 @@ from ftkernels.rope.rope import rotate
 from ftkernels.spec import Case, Inputs, KernelSpec
 from ftkernels.target import Target
 from ftkernels.testing import randn
+from ftkernels.work import Work, even_loop
 
 _QUERY_BLOCK = 64
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -249,14 +250,16 @@ def _packed_config(block_h: int) -> PrefillConfig:
 
 
 def candidates(key: Case, target: Target) -> Iterable[PrefillConfig]:
-    split = 8 if key["bytes"] == 1 else 4
-    most = triton.next_power_of_2(key["H"])
-    for block_q, block_h in itertools.product((1, 2, 4, 16), (1, 2, 4, 8, 16, 32)):
-        queries = block_q * block_h
-        if block_h > max(most, 8) or not 8 <= queries <= 32 or (key["topk"] and block_q > 1):
-            continue
-        for rows, warps, stages in itertools.product((16, 32), (4, 8), (2, 3)):
-            yield PrefillConfig(block_q, block_h, rows, rows, split, warps, stages)
+    """Other cuts of the queries, and stages: the tiles of rows set the order of a row's sums."""
+    base = default_config(key)
+    cuts = [(base.block_q, base.block_h)]
+    if base.block_q > 1:
+        cuts = [(16 // block_h, block_h) for block_h in (1, 2, 4, 8) if block_h <= key["H"]]
+    elif base.block_h >= 16:
+        cuts = [(1, block_h) for block_h in (16, 32) if block_h <= key["H"]]
+    if key["bytes"] != 4:
+        for (block_q, block_h), stages in itertools.product(cuts, (2, 3, 4)):
+            yield replace(base, block_q=block_q, block_h=block_h, num_stages=stages)
 
 
 def _launch(
@@ -461,6 +464,26 @@ def flash_cases(size: Case) -> tuple[Case, ...]:
     )
 
 
+def _work(case: Case, kernel: str, config: Case) -> Work:
+    block_q, size, end = config["BLOCK_Q"], config["BLOCK_W"], case["pos0"] + case["T"]
+    starts = range(case["pos0"] // block_q * block_q, end, block_q)
+    window = rows = 0
+    for block in starts:
+        low, high = max(max(block, case["pos0"]) - 127, 0), min(block + block_q, end)
+        start = high - triton.cdiv(128, size) * size if block_q == 1 else low // size * size
+        window += triton.cdiv(high - start, size) - (low - start) // size
+        if case["ratio"]:
+            rows += triton.cdiv(case.get("topk", high // case["ratio"]), config["BLOCK_R"])
+    blocks = len(starts) * triton.cdiv(case["H"], config["BLOCK_H"])
+    near = sum(min(p + 1, 128) for p in _queries(case))
+    far = sum(rows_seen(case, p) for p in _queries(case)) - near
+    macs = 2 * case["H"] * case["D"]
+    loops = even_loop(macs * near, blocks, window / len(starts)), even_loop(
+        macs * far, blocks, rows / len(starts)
+    )
+    return Work(blocks, loops if case["ratio"] else loops[:1])
+
+
 def _queries(case: Case) -> range:
     return range(case["pos0"], case["pos0"] + case["T"])
 
@@ -482,4 +505,5 @@ SPEC = KernelSpec(
         c, c["pos0"] + c["T"] - 1
     ),
     flops=lambda c: 4 * c["H"] * c["D"] * sum(rows_seen(c, p) for p in _queries(c)),
+    work=_work,
 )  # fmt: skip

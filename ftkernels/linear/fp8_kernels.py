@@ -15,7 +15,7 @@ Numerics: fp32 sums; the four warps' and the splits' parts are added in an order
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import triton
 import triton.language as tl
@@ -32,6 +32,7 @@ from ftkernels.quant.formats import (
 )
 from ftkernels.spec import Case
 from ftkernels.target import Target
+from ftkernels.work import Work, even_loop
 
 BLOCK = 128
 
@@ -76,17 +77,33 @@ def candidates(key: Case, target: Target) -> Iterable[LinearConfig]:
     if key["bits"] == 32 or (key["K"] % BLOCK and not key["gemv"]):
         yield default_config(key)
     elif key["gemv"]:
-        slices = num_slices(key["K"])
-        for block_t in (8, 16):
-            for block_n in (16, 32, 64):
-                for tiles in (1, 2, 4, 8):
-                    for stages in (2, 3):
-                        yield LinearConfig(block_t, block_n, tiles, slices, stages)
+        # wider tiles of tokens hold idle ones, narrower ones read the weight again
+        base = default_config(key)
+        for block_n in (16, 32, 64):
+            for tiles in (base.tiles // 2, base.tiles, 2 * base.tiles):
+                for stages in (2, 3):
+                    if 1 <= tiles <= 8:
+                        yield replace(base, block_n=block_n, tiles=tiles, num_stages=stages)
     else:
         for block_t, block_n, warps in ((64, 64, 4), (64, 128, 4), (64, 128, 8), (128, 128, 8)):
             for tiles in (8, 32):
                 for stages in (2, 3, 4):
                     yield LinearConfig(block_t, block_n, tiles, warps, stages)
+
+
+def work(rows: int, groups: int, n: int, k: int, kernel: str, config: Case) -> Work | None:
+    """What the kernel of that name does."""
+    if kernel == "prepare_kernel":
+        return None
+    tiles, tile = triton.cdiv(rows, config["BLOCK_T"]), config["BLOCK_T"] * config["BLOCK_N"]
+    if kernel == "gemm_kernel":
+        blocks = tiles * groups * triton.cdiv(n, config["BLOCK_N"])
+        passes, tile = triton.cdiv(k, config["BLOCK_K"]), tile * config["BLOCK_K"]
+    else:
+        chunks = triton.cdiv(n, config["BLOCK_N"] * config["TILES"])
+        blocks = tiles * groups * chunks * config["SPLITS"]
+        passes, tile = config["TILES"], tile * config["SLICES"] * BLOCK
+    return Work(blocks, (even_loop(rows * groups * n * k, blocks, passes, tile),))
 
 
 def num_slices(k: int) -> int:

@@ -9,7 +9,6 @@ Numerics: fp32 (no TF32), one rounding. With ``norm_weight``, the rounded sum is
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 
 import torch
 
@@ -17,7 +16,6 @@ from ftkernels import backend, check, config
 from ftkernels.mhc import mixing, sinkhorn
 from ftkernels.mhc.mixing import MixConfig
 from ftkernels.spec import Case, Inputs, KernelSpec
-from ftkernels.target import Target
 
 
 def hc_head(
@@ -124,17 +122,13 @@ def default_config(key: Case) -> MixConfig:
     return mixing.default_config(key)
 
 
-def candidates(key: Case, target: Target) -> Iterable[MixConfig]:
-    return mixing.candidates(key, target)
-
-
 def _inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
     rows = case["hc"]
     return mixing.inputs(case, rows=rows, num_scales=1, device=device, seed=seed)
 
 
 SPEC = KernelSpec(
-    op=hc_head, reference=hc_head_reference, default=default_config, candidates=candidates,
+    op=hc_head, reference=hc_head_reference, default=default_config,
     cases=(
         {"name": "small", "T": 3, "hc": 4, "C": 100},
         {"name": "flash-t1", "T": 1, "hc": 4, "C": 4096, "norm": 1},

@@ -10,7 +10,7 @@ that a row's bits do not depend on the other rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,6 @@ from ftkernels import backend, check  # noqa: F401  (backend first: it fixes int
 from ftkernels.linear.products import is_last
 from ftkernels.quant.formats import tl_quantized_fp8
 from ftkernels.spec import COUNTER_BYTES, Case, Inputs
-from ftkernels.target import Target
 from ftkernels.testing import randn
 
 GROUP = 128
@@ -37,7 +36,11 @@ MOST_TOKENS = COUNTER_BYTES // 4 * _TILE
 
 @dataclass(frozen=True)
 class MixConfig:
-    """The same for every number of rows; ``block_k`` channels are multiplied at a time."""
+    """The same for every number of rows; ``block_k`` channels are multiplied at a time.
+
+    Not for tuning: the ops that share the kernel owe each other their bits, and both fields set
+    the order of sums.
+    """
 
     block_k: int
     num_warps: int
@@ -46,12 +49,6 @@ class MixConfig:
 def default_config(key: Case) -> MixConfig:
     """Slices whose loads are all in flight at once; whole rows at the end."""
     return MixConfig(block_k=64, num_warps=4 if key["C"] <= 4096 else 8)
-
-
-def candidates(key: Case, target: Target) -> Iterable[MixConfig]:
-    for block_k in (32, 64, 128):
-        for num_warps in (2, 4, 8):
-            yield MixConfig(block_k, num_warps)
 
 
 def scratch_bytes(rows: int, hc: int, num_tokens: int) -> int:

@@ -119,7 +119,7 @@ def default_config(key: Case) -> PostConfig:
 def candidates(key: Case, target: Target) -> Iterable[PostConfig]:
     for block_c in (256, 512, 1024):
         for num_warps in (1, 2, 4, 8):
-            if block_c <= 2 * key["C"] and block_c >= 32 * num_warps:
+            if block_c <= 2 * key["C"] and 128 * num_warps <= block_c <= 1024 * num_warps:
                 yield PostConfig(block_c, num_warps)
 
 

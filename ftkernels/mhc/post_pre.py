@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 
 from ftkernels import backend, check, config
@@ -13,7 +11,6 @@ from ftkernels.mhc.post import SPEC as _POST
 from ftkernels.mhc.post import check_sublayer, mixed_plain, output
 from ftkernels.mhc.pre import Mixes, QuantizedMixes, check_parameters, outputs, plain
 from ftkernels.spec import Case, Inputs, KernelSpec
-from ftkernels.target import Target
 
 Result = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 QuantizedResult = tuple[
@@ -142,10 +139,6 @@ def default_config(key: Case) -> MixConfig:
     return mixing.default_config(key)
 
 
-def candidates(key: Case, target: Target) -> Iterable[MixConfig]:
-    return mixing.candidates(key, target)
-
-
 def _inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
     rows = (2 + case["hc"]) * case["hc"]
     sublayer, _ = _POST.inputs(case, device=device, seed=seed + 10)
@@ -154,7 +147,7 @@ def _inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
 
 
 SPEC = KernelSpec(
-    op=hc_post_pre, reference=hc_post_pre_reference, default=default_config, candidates=candidates,
+    op=hc_post_pre, reference=hc_post_pre_reference, default=default_config,
     cases=(
         {"name": "small", "T": 3, "hc": 4, "C": 100},
         {"name": "small-fp8", "T": 5, "hc": 4, "C": 300, "norm": 1, "quantize": 1},

@@ -11,7 +11,6 @@ as `rms_norm` would do it, with a second rounding. With ``quantize``, also as `q
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 
 import torch
 
@@ -20,7 +19,6 @@ from ftkernels.mhc import mixing, sinkhorn
 from ftkernels.mhc.mixing import MixConfig
 from ftkernels.quant.act_quant import quantize_fp8_reference
 from ftkernels.spec import Case, Inputs, KernelSpec
-from ftkernels.target import Target
 
 Mixes = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 QuantizedMixes = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -216,17 +214,13 @@ def default_config(key: Case) -> MixConfig:
     return mixing.default_config(key)
 
 
-def candidates(key: Case, target: Target) -> Iterable[MixConfig]:
-    return mixing.candidates(key, target)
-
-
 def _inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
     rows = (2 + case["hc"]) * case["hc"]
     return mixing.inputs(case, rows=rows, num_scales=3, device=device, seed=seed)
 
 
 SPEC = KernelSpec(
-    op=hc_pre, reference=hc_pre_reference, default=default_config, candidates=candidates,
+    op=hc_pre, reference=hc_pre_reference, default=default_config,
     cases=(
         {"name": "small", "T": 3, "hc": 4, "C": 100},
         {"name": "flash-t1", "T": 1, "hc": 4, "C": 4096, "norm": 1},

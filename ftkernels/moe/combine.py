@@ -142,7 +142,7 @@ def default_config(key: Case) -> CombineConfig:
 def candidates(key: Case, target: Target) -> Iterable[CombineConfig]:
     for block_c in (256, 512, 1024, 2048):
         for num_warps in (1, 2, 4, 8):
-            if block_c <= 2 * key["C"] and block_c >= 32 * num_warps:
+            if block_c <= 2 * key["C"] and 128 * num_warps <= block_c <= 1024 * num_warps:
                 yield CombineConfig(block_c, num_warps)
 
 

@@ -38,6 +38,7 @@ from ftkernels.moe.fp4_tiles import (
     BYTES,
     matrix_rows,
     route_rows,
+    step_columns,
     tile_products,
 )  # fmt: skip
 from ftkernels.moe.swiglu import clamp_bound
@@ -47,6 +48,7 @@ from ftkernels.quant.pack import TILE_ROWS, pack_fp4
 from ftkernels.spec import Case, Inputs, KernelSpec
 from ftkernels.target import Target
 from ftkernels.testing import randn
+from ftkernels.work import Work, even_loop
 
 
 def moe_gemm_fp4(
@@ -226,7 +228,8 @@ def default_config(key: Case) -> GemmConfig:
 
 def candidates(key: Case, target: Target) -> Iterable[GemmConfig]:
     for block_n, warps, stages in itertools.product((64, 128, 256), (4, 8), (2, 3, 4)):
-        if not key["quantizes"] or block_n == 256:
+        # eight warps of 64 rows would share pieces of the MMA
+        if block_n == 256 or not (key["quantizes"] or (block_n == 64 and warps == 8)):
             yield GemmConfig(block_n, warps, stages)
 
 
@@ -438,6 +441,24 @@ def _inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
     return args, kwargs
 
 
+def work(num_routes: int, n: int, k: int, has_scale: bool, config: Case) -> Work:
+    """Of a launch whose routes fill their tiles; how full they are is not the kernel's doing."""
+    rows = min(config["BLOCK_M"], config["TILE_M"])
+    blocks = num_routes / rows * triton.cdiv(n, config["BLOCK_N"])
+    apart = config["GATED"] and config["LAYOUT"] == BYTES.value and has_scale
+    step = step_columns(config["LAYOUT"], has_scale)
+    tile, count = config["TILE_M"] * config["BLOCK_N"] * step, 2 if apart else 1
+    loop = even_loop(num_routes * n * k / count, blocks, k / step, tile // count)
+    return Work(blocks, (loop,) * count)
+
+
+def _work(case: Case, kernel: str, config: Case) -> Work | None:
+    if kernel != _moe_gemm_fp4_kernel.__name__:
+        return None
+    has_scale = case.get("activation", "fp8") == "fp8"
+    return work(case["T"] * case["topk"], case["N"], case["K"], has_scale, config)
+
+
 _W13 = {"T": 3456, "topk": 6, "S": 256, "K": 4096, "gated": True, "packed": True}
 _W2 = {"T": 20736, "topk": 1, "S": 256, "N": 4096, "packed": True}
 _PRO = {"T": 3456, "topk": 6, "S": 384, "packed": True}
@@ -464,5 +485,5 @@ SPEC = KernelSpec(
         {"name": "pro-tp8-w2-m64", **_PRO, "K": 384, "N": 7168, "block_m": 64},
     ),
     bytes_moved=lambda c: c["S"] * c["N"] * c["K"] * 17 // 32,
-    flops=lambda c: 2 * c["T"] * c["topk"] * c["N"] * c["K"],
+    flops=lambda c: 2 * c["T"] * c["topk"] * c["N"] * c["K"], work=_work,
 )  # fmt: skip

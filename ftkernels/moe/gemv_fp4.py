@@ -33,7 +33,7 @@ from ftkernels.moe.experts import (
     widen_x,
 )  # fmt: skip
 from ftkernels.moe.experts import scratch_bytes as quantized_bytes
-from ftkernels.moe.fp4_tiles import tile_products
+from ftkernels.moe.fp4_tiles import step_columns, tile_products
 from ftkernels.moe.gemm_fp4 import (
     expert_weights,
     out_arguments,
@@ -47,6 +47,7 @@ from ftkernels.quant.pack import TILE_ROWS
 from ftkernels.spec import COUNTER_BYTES, Case, Inputs, KernelSpec
 from ftkernels.target import Target
 from ftkernels.testing import randn
+from ftkernels.work import Work, even_loop
 
 MAX_TOKENS = 64
 _COUNTERS = COUNTER_BYTES // 4
@@ -204,7 +205,10 @@ def default_config(key: Case) -> GemvConfig:
 
 
 def candidates(key: Case, target: Target) -> Iterable[GemvConfig]:
-    for block_n, warps, stages in itertools.product((32, 64, 128), (2, 4), (2, 3, 4)):
+    """16 or 32 weight rows a warp."""
+    for (block_n, warps), stages in itertools.product(
+        ((32, 2), (64, 2), (64, 4), (128, 4)), (2, 3, 4)
+    ):
         yield GemvConfig(block_n, warps, stages)
 
 
@@ -410,6 +414,23 @@ def _scratch(*, T: int, topk: int, N: int, K: int) -> int:
     return quantized_bytes(T * topk, K) + partial_bytes(T * topk, N, K)
 
 
+def work(tokens: int, topk: int, slots: int, n: int, k: int, config: Case) -> Work:
+    """Of a launch whose routes are spread evenly over the slots."""
+    experts = min(tokens * topk, slots)
+    groups = experts * triton.cdiv(triton.cdiv(tokens * topk, experts), config["COLUMNS"])
+    blocks = groups * triton.cdiv(n, config["BLOCK_N"]) * config["SPLITS"]
+    step = step_columns(config["LAYOUT"], False)
+    tile = config["COLUMNS"] * config["BLOCK_N"] * step
+    loop = even_loop(tokens * topk * n * k, blocks, k / step / config["SPLITS"], tile)
+    return Work(blocks, (loop,))
+
+
+def _work(case: Case, kernel: str, config: Case) -> Work | None:
+    if kernel != _moe_gemv_fp4_kernel.__name__:
+        return None
+    return work(case["T"], case["topk"], case["S"], case["N"], case["K"], config)
+
+
 _FLASH = {"topk": 6, "S": 256, "packed": True}
 
 SPEC = KernelSpec(
@@ -430,5 +451,5 @@ SPEC = KernelSpec(
         {"name": "pro-tp8-w2-t8", **_FLASH, "S": 384, "T": 8, "N": 7168, "K": 384},
     ),
     bytes_moved=lambda c: min(c["T"] * c["topk"], c["S"]) * c["N"] * c["K"] * 17 // 32,
-    flops=lambda c: 2 * c["T"] * c["topk"] * c["N"] * c["K"],
+    flops=lambda c: 2 * c["T"] * c["topk"] * c["N"] * c["K"], work=_work,
 )  # fmt: skip

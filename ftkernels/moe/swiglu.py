@@ -123,7 +123,7 @@ def default_config(key: Case) -> SwigluConfig:
 def candidates(key: Case, target: Target) -> Iterable[SwigluConfig]:
     for block_i in (256, 512, 1024, 2048):
         for num_warps in (1, 2, 4, 8):
-            if block_i <= 2 * key["I"] and block_i >= 32 * num_warps:
+            if block_i <= 2 * key["I"] and 128 * num_warps <= block_i <= 1024 * num_warps:
                 yield SwigluConfig(block_i, num_warps)
 
 

@@ -127,10 +127,11 @@ def default_config(key: Case) -> QuantizeFp8Config:
 
 
 def candidates(key: Case, target: Target) -> Iterable[QuantizeFp8Config]:
+    """4 to 32 values a thread: fewer are no wide loads, more do not stay in registers."""
     group = triton.next_power_of_2(key["group"])
     for block_g in (1, 2, 4, 8, 16, 32):
         for num_warps in (1, 2, 4, 8):
-            if 32 * num_warps <= block_g * group <= 4096:
+            if 128 * num_warps <= block_g * group <= min(4096, 1024 * num_warps):
                 yield QuantizeFp8Config(block_g, num_warps)
 
 

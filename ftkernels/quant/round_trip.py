@@ -147,12 +147,14 @@ def default_config(key: Case) -> RoundTripConfig:
 
 
 def candidates(key: Case, target: Target) -> Iterable[RoundTripConfig]:
+    """Whole rows where they are short; 4 to 32 values a thread, or loads are no longer wide."""
     group = triton.next_power_of_2(key["group"])
+    block_g = default_config(key).block_g
     for block_r in (1, 2, 4, 8, 16):
-        for block_g in (1, 2, 4, 8, 16, 32):
-            for num_warps in (1, 2, 4, 8):
-                if 32 * num_warps <= block_r * block_g * group <= min(4096, 2048 * num_warps):
-                    yield RoundTripConfig(block_r, block_g, num_warps)
+        for num_warps in (1, 2, 4, 8):
+            size = block_r * block_g * group
+            if 128 * num_warps <= size <= min(4096, 1024 * num_warps):
+                yield RoundTripConfig(block_r, block_g, num_warps)
 
 
 @triton.jit

@@ -244,9 +244,8 @@ def default_config(key: Case) -> RopeConfig:
 def candidates(key: Case, target: Target) -> Iterable[RopeConfig]:
     for block_h in (1, 2, 4, 8, 16, 32, 64):
         for num_warps in (1, 2, 4, 8):
-            if block_h <= 2 * key["H"] and 32 * num_warps <= block_h * key["D"] <= min(
-                16384, 8192 * num_warps
-            ):
+            size = block_h * key["D"]
+            if block_h <= 2 * key["H"] and 128 * num_warps <= size <= 2048 * num_warps:
                 yield RopeConfig(block_h, num_warps)
 
 
