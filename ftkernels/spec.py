@@ -10,6 +10,7 @@ from functools import lru_cache
 from typing import Any
 
 from ftkernels.target import Target
+from ftkernels.work import Work, no_work
 
 Case = Mapping[str, Any]
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
@@ -42,6 +43,8 @@ class KernelSpec:
         grows: the key field that is bucketed, "" when none is.
         scratch: bytes of scratch as a pure function of sizes, None when the op takes none.
         kernel: False while the op has only its reference.
+        work: `(case, kernel, config) -> Work`, the loops of products of the launch of that kernel
+            with those constexprs; None for a launch without. For the static model.
     """
 
     op: Callable[..., Any]
@@ -57,6 +60,7 @@ class KernelSpec:
     grows: str = ""
     scratch: Callable[..., int] | None = None
     kernel: bool = True
+    work: Callable[[Case, str, Case], Work | None] = no_work
 
     @property
     def name(self) -> str:

@@ -13,7 +13,10 @@ import torch
 
 @dataclass(frozen=True)
 class Target:
-    """One kind of card. Rates are the vendor's dense peaks, in TFLOP/s and GB/s."""
+    """One kind of card. Rates are the vendor's dense peaks, in TFLOP/s and GB/s.
+
+    The rate of L2 is no vendor's: a rounded figure of published microbenchmarks.
+    """
 
     name: str
     arch: int
@@ -28,15 +31,17 @@ class Target:
     bf16_tflops: float
     fp8_tflops: float
     link_gb_per_s: float
+    l2_gb_per_s: float
+    ghz: float  # boost clock, at which the peaks hold
 
 
 TARGETS = {
     89: Target("nvidia_geforce_rtx_4090", 89, 128, 101376, 102400, 65536, 48, 24,
-               72 << 20, 1008.0, 165.0, 330.0, 25.0),
+               72 << 20, 1008.0, 165.0, 330.0, 25.0, 5000.0, 2.52),
     90: Target("nvidia_h200", 90, 132, 232448, 233472, 65536, 64, 32,
-               50 << 20, 4800.0, 989.0, 1979.0, 55.0),
+               50 << 20, 4800.0, 989.0, 1979.0, 55.0, 5500.0, 1.83),
     120: Target("nvidia_geforce_rtx_5090", 120, 170, 101376, 102400, 65536, 48, 24,
-                96 << 20, 1792.0, 209.0, 419.0, 55.0),
+                96 << 20, 1792.0, 209.0, 419.0, 55.0, 7000.0, 2.407),
 }  # fmt: skip
 
 _offline_arch: ContextVar[int | None] = ContextVar("offline_arch", default=None)

@@ -13,7 +13,7 @@ import torch
 
 from ftkernels import backend, check
 from ftkernels.linear import fp8_product
-from ftkernels.linear.fp8_kernels import BLOCK, candidates, default_config
+from ftkernels.linear.fp8_kernels import BLOCK, candidates, default_config, work
 from ftkernels.linear.fp8_product import Rows
 from ftkernels.linear.linear import check_path, matmul_rows, wide
 from ftkernels.moe.swiglu import activated, check_limit, clamp_bound
@@ -278,4 +278,5 @@ SPEC = KernelSpec(
     scratch=_scratch, launches=_launches, cases=tuple(_cases()),
     bytes_moved=lambda c: c["N"] * c["K"] + 2 * c["T"] * (c["K"] + c["N"]),
     flops=lambda c: 2 * c["T"] * c["N"] * c["K"],
+    work=lambda c, kernel, config: work(c["T"], 1, c["N"], c["K"], kernel, config),
 )  # fmt: skip

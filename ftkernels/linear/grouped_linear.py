@@ -10,7 +10,7 @@ import torch
 
 from ftkernels import backend, check
 from ftkernels.linear import fp8_product
-from ftkernels.linear.fp8_kernels import BLOCK, candidates, default_config
+from ftkernels.linear.fp8_kernels import BLOCK, candidates, default_config, work
 from ftkernels.linear.fp8_linear import widen_weight
 from ftkernels.linear.fp8_product import Rows
 from ftkernels.linear.linear import batched_matmul_rows, check_path, wide
@@ -143,4 +143,5 @@ SPEC = KernelSpec(
     ),
     bytes_moved=lambda c: c["G"] * (c["R"] * c["K"] + 2 * c["T"] * (c["K"] + c["R"])),
     flops=lambda c: 2 * c["T"] * c["G"] * c["R"] * c["K"],
+    work=lambda c, kernel, config: work(c["T"], c["G"], c["R"], c["K"], kernel, config),
 )  # fmt: skip

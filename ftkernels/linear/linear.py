@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from ftkernels import backend, check, config
+from ftkernels.linear import products
 from ftkernels.linear.products import (
     MAX_ROWS,
     Pieces,
@@ -262,4 +263,5 @@ SPEC = KernelSpec(
     bytes_moved=lambda c: (4 if c.get("fp32") else 2) * c["K"] * (c["T"] + c["N"])
     + 4 * c["T"] * c["N"],
     flops=lambda c: 2 * c["T"] * c["N"] * c["K"],
+    work=lambda c, _, config: products.work(c["T"], c["N"], c["K"], config),
 )  # fmt: skip

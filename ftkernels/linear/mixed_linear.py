@@ -23,6 +23,7 @@ from ftkernels.linear.linear import WEIGHTS, check_path, linear, matmul_rows, wi
 from ftkernels.linear.products import gemv_block as dense_block
 from ftkernels.spec import COUNTER_BYTES, Case, Inputs, KernelSpec
 from ftkernels.testing import randn
+from ftkernels.work import Work, either
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -284,6 +285,17 @@ def _launches(case: Case) -> int:
     return 2 if case.get("form") else 3
 
 
+def _work(case: Case, kernel: str, config: Case) -> Work | None:
+    rows, k = case["T"], case["K"]
+    if kernel == "_linear_gemm_kernel":
+        return products.work(rows, case["N2"], k, config)
+    if kernel != "_mixed_gemv_kernel":
+        return fp8_kernels.work(rows, 1, case["N"], k, kernel, config)
+    mine = {name.removeprefix("FP8_"): x for name, x in config.items() if "FP8_" in name}
+    fp8 = fp8_kernels.work(rows, 1, case["N"], k, "gemv_kernel", mine)
+    return either(products.work(rows, case["N2"], k, config), fp8)
+
+
 _CSA, _HCA = 2 * 1024 + 2 * 256 + 64, 2 * 512
 SPEC = KernelSpec(
     op=mixed_linear, reference=mixed_linear_reference, default=default_config, inputs=_inputs,
@@ -302,5 +314,5 @@ SPEC = KernelSpec(
     ),
     bytes_moved=lambda c: c["K"] * (c["N"] + 2 * c["N2"] + 3 * c["T"])
     + c["T"] * (2 * c["N"] + 4 * c["N2"]),
-    flops=lambda c: 2 * c["T"] * (c["N"] + c["N2"]) * c["K"],
+    flops=lambda c: 2 * c["T"] * (c["N"] + c["N2"]) * c["K"], work=_work,
 )  # fmt: skip

@@ -18,6 +18,7 @@ import triton.language as tl
 from ftkernels import backend  # noqa: F401  (first: it fixes interpretation)
 from ftkernels.spec import COUNTER_BYTES, Case
 from ftkernels.target import Target
+from ftkernels.work import Work, even_loop
 
 GEMV_ROWS = 64
 """Rows up to which an unpinned product takes the path "gemv"."""
@@ -116,6 +117,18 @@ def candidates(key: Case, target: Target) -> Iterable[ProductConfig]:
     for block_t, block_n, warps in ((64, 64, 4), (64, 128, 8), (128, 128, 8)):
         for stages in (2, 3, 4):
             yield ProductConfig(block_t, block_n, base.block_k, warps, stages)
+
+
+def work(rows: int, num_outputs: int, width: int, config: Case) -> Work:
+    """What `block_tile` does as a kernel of its own, or `gemv_block` where K has `SPLITS`."""
+    blocks = triton.cdiv(rows, config["BLOCK_T"]) * triton.cdiv(num_outputs, config["BLOCK_N"])
+    tile, depth = config["BLOCK_T"] * config["BLOCK_N"] * config["BLOCK_K"], width
+    if "SPLITS" in config:
+        blocks *= config["SPLITS"]
+        if config["SLICES"] > 1:
+            tile, depth = tile * config["SLICES"], config["SIZE"]
+    passes = triton.cdiv(depth, config["BLOCK_K"])
+    return Work(blocks, (even_loop(rows * num_outputs * width, blocks, passes, tile),))
 
 
 def operand_type(x: torch.Tensor, weight: torch.Tensor) -> Any:

@@ -38,6 +38,13 @@ _DECODE = tl.constexpr(
 _OPERANDS = tl.constexpr("=&r,=&r," + ",".join("r" * 17))
 
 
+def step_columns(layout: int, by_group: bool) -> int:
+    """Columns of a pass of `expert_products`' loop; ``by_group``: scaled rows come first."""
+    if layout == CHECKPOINT.value:
+        return 32
+    return 128 if layout == FOLDED.value or by_group else 64
+
+
 @triton.jit
 def table(code):
     """The eight magnitudes times ``2^(code - 5)`` as E4M3 bytes: 0..3 in ``low``, 4..7 in

@@ -32,6 +32,7 @@ from ftkernels.moe.router import Routes, check_routes, lanes, topk_rows
 from ftkernels.spec import COUNTER_BYTES, Case, Inputs, KernelSpec
 from ftkernels.target import Target
 from ftkernels.testing import randn
+from ftkernels.work import Work
 
 _MOST_TOKENS = 1 << 20  # a counter for each tile
 _LOGITS = 2048  # that a block looks at together
@@ -353,6 +354,12 @@ def _flops(case: Case) -> int:
     return 2 * case["T"] * case["E"] * case["C"]
 
 
+def _work(case: Case, kernel: str, config: Case) -> Work:
+    if not config["GEMV"]:
+        config = {name: config[name] for name in ("BLOCK_T", "BLOCK_N", "BLOCK_K")}
+    return products.work(case["T"], case["E"], case["C"], config)
+
+
 _FLASH, _PRO = {"E": 256, "C": 4096, "topk": 6}, {"E": 384, "C": 7168, "topk": 6}
 SPECS = (
     KernelSpec(
@@ -364,7 +371,7 @@ SPECS = (
             {"name": "exact-t64", "T": 64, **_FLASH, "fp32": 1},
             *({"name": f"pro-t{T}", "T": T, **_PRO} for T in (1, 64, 3456)),
         ),
-        bytes_moved=_bytes, flops=_flops,
+        bytes_moved=_bytes, flops=_flops, work=_work,
     ),
     KernelSpec(
         op=gate_hash, reference=gate_hash_reference, default=default_config,
@@ -374,6 +381,6 @@ SPECS = (
             *({"name": f"flash-t{T}", "T": T, **_FLASH, "V": 129280} for T in (1, 8, 64, 3456)),
             *({"name": f"pro-t{T}", "T": T, **_PRO, "V": 129280} for T in (1, 3456)),
         ),
-        bytes_moved=_bytes, flops=_flops,
+        bytes_moved=_bytes, flops=_flops, work=_work,
     ),
 )  # fmt: skip

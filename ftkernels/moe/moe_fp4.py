@@ -35,6 +35,7 @@ from ftkernels.moe.gemm_fp4 import expert_weights
 from ftkernels.moe.swiglu import activated, check_limit
 from ftkernels.spec import Case, Inputs, KernelSpec
 from ftkernels.testing import randn
+from ftkernels.work import Work
 
 _GEMV_ROUTES = 64 * 6
 
@@ -396,6 +397,18 @@ def _inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
     return (x, *w13, *w2, weights, ids), kwargs
 
 
+def _work(case: Case, kernel: str, config: Case) -> Work | None:
+    tokens, topk = case["T"], case["topk"]
+    if "GATED" not in config:
+        return None
+    n, k = case["C"], case["I"]
+    if config["GATED"]:
+        n, k = 2 * k, n
+    if kernel == "_moe_gemv_fp4_kernel":
+        return gemv_fp4.work(tokens, topk, case["S"], n, k, config)
+    return gemm_fp4.work(tokens * topk, n, k, True, config)
+
+
 _FLASH = {"topk": 6, "S": 256, "C": 4096, "packed": True}
 
 SPEC = KernelSpec(
@@ -412,5 +425,5 @@ SPEC = KernelSpec(
           for tp in (8, 1)),
     ),
     bytes_moved=lambda c: min(c["T"] * c["topk"], c["S"]) * 3 * c["I"] * c["C"] * 17 // 32,
-    flops=lambda c: 6 * c["T"] * c["topk"] * c["I"] * c["C"],
+    flops=lambda c: 6 * c["T"] * c["topk"] * c["I"] * c["C"], work=_work,
 )  # fmt: skip

@@ -9,7 +9,7 @@ import tempfile
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import triton
@@ -186,6 +186,7 @@ def _tool(name: str) -> str:
     return str(getattr(tool, "path", tool))
 
 
+@lru_cache(maxsize=64)  # the cases of an op share kernels
 def _dump(cubin: bytes, tool: str, flag: str) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
