@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, cast
 
-from ftruntime.gap_model import decode_gap_s, gap_notes
+from ftruntime.gap_model import GapSource, decode_gap
 from ftruntime.kvcache.layout import ChunkBudget
 from ftruntime.model.config import ModelConfig
 from ftruntime.refusals import NotEnoughMemoryError, check_fits, check_settings
@@ -65,7 +65,8 @@ class Plan:
     num_experts: int
     expert_slots: int
     min_expert_slots: int
-    max_decode_gap_s: float | None
+    max_decode_gap_s: float | None = None
+    max_decode_gap_source: GapSource | None = None
     bytes: Mapping[str, int]
     why: Mapping[str, str]
     budget_bytes: int
@@ -155,7 +156,6 @@ def resolve(
         num_experts=sizer.weights.num_experts,
         expert_slots=slots,
         min_expert_slots=min_expert_slots(shape),
-        max_decode_gap_s=None,
         bytes={name: row.num_bytes for name, row in rows.items()},
         why={name: row.why for name, row in rows.items()},
         budget_bytes=sizer.budget,
@@ -164,9 +164,14 @@ def resolve(
         notes=_notes(config, sizer, chunk),
         warnings=_warnings(sizer, num_tokens, context, chunk.chunk_tokens),
     )
-    gap_s = decode_gap_s(config, shape, plan)
-    notes = (*plan.notes, *gap_notes(config, plan, gap_s))
-    return dataclasses.replace(plan, max_decode_gap_s=gap_s, notes=notes)
+    gap = decode_gap(config, shape, plan)
+    return dataclasses.replace(
+        plan,
+        max_decode_gap_s=gap.seconds,
+        max_decode_gap_source=gap.source,
+        notes=(*plan.notes, *([gap.note] if gap.note else [])),
+        warnings=(*plan.warnings, *([gap.warning] if gap.warning else [])),
+    )
 
 
 def _with_headroom(sizer: Sizer, rows: dict[str, Row]) -> dict[str, Row]:

@@ -146,7 +146,10 @@ def prepare(params: Mapping[str, str | bool | None]) -> Experiment:
     if plot is not None:
         timeline.check_drawable(plot)
     shape, ranks = shape_of(config.model), config.tensor_parallel_size
-    plan = resolve(config, shape, DeviceFacts(kind="cuda", cards=ranks, memory_bytes=_CARD_BYTES))
+    # the run judges a bound by time, not the step times that the plan would model
+    unbounded = dataclasses.replace(config, max_decode_gap_ms=None)
+    facts = DeviceFacts(kind="cuda", cards=ranks, memory_bytes=_CARD_BYTES)
+    plan = resolve(unbounded, shape, facts)
     limits = tuple(plan.scheduler_limits(each, shape) for each in configs)
     stall = StallSpec(
         int(values["victims"] or 0), int(values["victim_tokens"] or 0),
