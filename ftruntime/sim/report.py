@@ -81,6 +81,7 @@ def trace_report(
         "prefill_steps": stats["prefill_steps"],
         "decode_steps": stats["decode_steps"],
         "interleaved_decode_steps": stats["interleaved_decode_steps"],
+        "retractions": stats["retractions"],
         "per_client": [_client(log) for log in logs.values()],
     }
 

@@ -332,6 +332,27 @@ def test_a_trace_of_many_clients(tmp_path):
     assert replayed["wall_s"] == pytest.approx(found["wall_s"], abs=1e-4)
 
 
+def test_optimistic_admission_retracts_where_the_pool_is_short(tmp_path):
+    # 12 pages for two requests that come to 9 each: with 641 tokens drawn of both they fill 6 each,
+    # the newer one leaves, and comes back when the other one has drawn its last 383
+    path = tmp_path / "trace.jsonl"
+    path.write_text('{"arrival_s": 0, "prompt_tokens": 128, "max_tokens": 1024}\n' * 2)
+    words = ("--trace", path, "--num-tokens", 12 * 128, "--max-running-requests", 2,
+             "--cache-type", "naive", "--cost", "0.25,0.001,0,0.02")  # fmt: skip
+    found = simulate(*words, "--admission", "optimistic")
+    assert found["retractions"] == 1
+    chunks = math.ceil((128 + 641) / found["policy"]["chunk_tokens"])
+    assert (found["prefill_steps"], found["decode_steps"]) == (1 + chunks, 1023 + 382)
+    assert [client["tokens"] for client in found["per_client"]] == [1024, 1024]
+    gaps = [client["gap_s"]["max"] for client in found["per_client"]]
+    resumed_s = 383 * 0.02 + chunks * 0.25 + (128 + 641) * 0.001
+    assert gaps == pytest.approx([0.02, resumed_s], abs=1e-5)
+    reserved = simulate(*words)
+    assert reserved["retractions"] == 0
+    assert reserved["per_client"][1]["first_token_s"] > reserved["per_client"][0]["wall_s"]
+    assert "retractions" in invoke(*words).stdout
+
+
 def test_a_client_that_cannot_be_served_is_counted(tmp_path):
     path = tmp_path / "trace.jsonl"
     small = '{"arrival_s": 0, "prompt_tokens": 10, "max_tokens": 2}'

@@ -24,7 +24,7 @@ UNSET: dict[str, object] = {
     "decode_interleave_every": None, "max_decode_gap_ms": None, "prefill_layer_groups": None,
     "chunk_tokens": 256,
 }  # fmt: skip
-STATS = {"prefill_steps": 3, "decode_steps": 9, "interleaved_decode_steps": 2}
+STATS = {"prefill_steps": 3, "decode_steps": 9, "interleaved_decode_steps": 2, "retractions": 4}
 FIELDS = {
     "policy", "prefill_chunks", "attacker_wall_s", "victim_wall_s", "victim_tokens",
     "victim_alone_wall_s", "max_gap_s", "gaps_over_5s", "gaps_over_20s",
@@ -82,6 +82,8 @@ def test_trace_report():
     assert found["prompt_tokens_per_s"] == round(100 / 111, 6)
     assert found["output_tokens_per_s"] == round(102 / 111, 6)
     assert (found["clients"], found["refused"]) == (3, 1)
+    steps = ("prefill_steps", "decode_steps", "interleaved_decode_steps", "retractions")
+    assert [found[name] for name in steps] == [3, 9, 2, 4]
     assert found["first_token_s"] == {"p50": 2.0, "p95": 3.0, "p99": 3.0, "max": 3.0}
     assert found["gap_s"] == {"p50": 1.0, "p95": 1.0, "p99": 1.0, "max": 10.0}
     first, second, refused = found["per_client"]
