@@ -169,6 +169,7 @@ def compile_for(
     return report_of(compiled, arch, time.perf_counter() - start, constexprs)
 
 
+@lru_cache(maxsize=64)
 def ptxas_v(ptx: str, arch: int = 89) -> str:
     """What `ptxas -v` says: registers, and spilled bytes, independent of the machine code."""
     named = re.search(r"^\.target\s+(sm_\w+)", ptx, re.MULTILINE)  # sm_90a where features need it
