@@ -65,6 +65,11 @@ def interpreted() -> bool:
     return _INTERPRETED
 
 
+def interpreting() -> dict[str, str]:
+    """Settings of the environment with which another process interprets its kernels."""
+    return {"TRITON_INTERPRET": "1"}
+
+
 def use_reference(x: torch.Tensor) -> bool:
     """Whether the op called with `x` runs its reference; asked once an op, after its checks.
 

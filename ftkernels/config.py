@@ -121,6 +121,11 @@ def watch(watcher: Callable[[Found], None]) -> Iterator[None]:
         _watcher.reset(token)
 
 
+def folder() -> Path:
+    """Where entries are read from: a folder for each card in it, a file for each op in those."""
+    return _ROOT
+
+
 def forget() -> None:
     """Read `configs/` afresh from now on; for whoever has written there."""
     _find.cache_clear()

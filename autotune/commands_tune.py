@@ -1,0 +1,121 @@
+"""The command `ft-autotune tune`."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from autotune.ops import chosen
+from autotune.progress import compiling, measuring, state_file
+from autotune.tables import print_problems, print_summaries
+
+if TYPE_CHECKING:
+    from autotune.tune import Card
+
+_ARCHES = click.Choice(("89", "90", "120"))
+_OUT_DIR = click.Path(path_type=Path, file_okay=False)
+_STATE_FILE = click.Path(path_type=Path, dir_okay=False)
+
+
+def _ranks(ctx: click.Context, param: click.Parameter, value: str) -> tuple[int, ...]:
+    parts = [part.strip() for part in value.split(",")]
+    if not all(part.isdecimal() and int(part) >= 1 for part in parts):
+        raise click.UsageError(f"--tp is {value}, expected numbers >= 1 such as 1,8")
+    return tuple(int(part) for part in parts)
+
+
+@click.command()
+@click.argument("ops", nargs=-1, metavar="[OP ...]")
+@click.option("--arch", type=_ARCHES, help="Capability times ten; default: the card's, or 89.")
+@click.option(
+    "--tp", "ranks", callback=_ranks, default="1,2,4,8", show_default=True,
+    help="Sizes of the TP group.",
+)  # fmt: skip
+@click.option(
+    "--out", type=_OUT_DIR, help="Folder of the entries; default: where serving reads them."
+)
+@click.option("--jobs", type=click.IntRange(1), help="Processes that compile; default: all cores.")
+@click.option(
+    "--top", type=click.IntRange(1), default=5, show_default=True,
+    help="Candidates of a key that a card measures.",
+)  # fmt: skip
+@click.option(
+    "--state", type=_STATE_FILE,
+    help="File that a killed run goes on from; default: in ~/.cache/ftkernels.",
+)  # fmt: skip
+@click.option("--dry-run", is_flag=True, help="Say what there is to try, and compile nothing.")
+def tune(
+    ops: tuple[str, ...], arch: str | None, ranks: tuple[int, ...], out: Path | None,
+    jobs: int | None, top: int, state: Path | None, dry_run: bool,
+) -> None:  # fmt: skip
+    """Find the config of every key of the named ops (without names: all) and write it down.
+
+    Candidates are compiled, the unsound dropped, the rest ranked by a static model. With a card
+    the best are measured. Not for a process that serves.
+    """
+    from autotune import search as searching
+    from autotune import tune as tuning
+    from ftkernels import backend, config, target
+
+    specs = chosen(ops)
+    if backend.interpreted():
+        raise click.ClickException("TRITON_INTERPRET is on, expected a process without it")
+    card, of_card = _card(top, None if arch is None else int(arch))
+    number = of_card or int(arch or 89)
+    gpu = target.config_name() if card else target.of_arch(number).name
+    found = searching.problems(specs, arch=number, ranks=ranks)
+    if dry_run:
+        print_problems(found)
+        return
+    root, start = out or config.folder(), time.monotonic()
+    with compiling(found, number, state or state_file(gpu), jobs) as setup:
+        choices = tuning.search(found, setup)
+    if card:
+        choices = measuring(choices, card)
+    try:
+        paths = tuning.write(choices, root, gpu, card)
+    except OSError as error:
+        raise click.ClickException(
+            f"--out is {root}, expected a folder that can be written: {error.strerror}"
+        ) from None
+    print_summaries(tuning.summaries(found, choices), card is not None)
+    click.echo(f"wrote {len(paths)} files in {time.monotonic() - start:.0f} s", err=True)
+    unsound = sum(choice is None for choice in choices)
+    if unsound:
+        raise click.ClickException(f"{unsound} keys have no sound config, not even the default")
+
+
+def _card(top: int, arch: int | None) -> tuple[Card | None, int | None]:
+    """The card that measures and its capability; none when another one is asked for."""
+    import torch
+
+    from autotune.measure import CudaTimer
+    from autotune.tune import Card
+    from ftkernels import target
+
+    if not torch.cuda.is_available():
+        return None, None
+    major, minor = torch.cuda.get_device_capability()
+    number, name = 10 * major + minor, torch.cuda.get_device_name()
+    if arch not in (None, number):
+        return None, None
+    if number not in target.TARGETS:
+        known = ", ".join(f"{n // 10}.{n % 10}" for n in target.TARGETS)
+        raise click.ClickException(
+            f"the card is {name} of capability {major}.{minor}, expected {known}; "
+            "--arch 89 models one without it"
+        )
+    return Card(CudaTimer(), name, _driver(), top), number
+
+
+def _driver() -> str:
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return done.stdout.strip()

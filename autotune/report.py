@@ -1,0 +1,95 @@
+"""Before and after: what the default of each key uses and what its entry does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from autotune.search import Problem, Trial
+from autotune.trials import run
+from autotune.tune import Setup, job_of
+from ftkernels import config
+
+
+@dataclass(frozen=True)
+class Side:
+    """One config of a key over all launches of its cases.
+
+    Args:
+        us: of all cases together, as the entry's source says: modelled or measured.
+        registers, shared_bytes: the most of any launch; `warps_per_sm` the fewest.
+        spill_bytes: of all launches.
+    """
+
+    config: Mapping[str, object]
+    us: float
+    registers: int
+    spill_bytes: int
+    shared_bytes: int
+    warps_per_sm: int
+
+
+@dataclass(frozen=True)
+class Row:
+    """One key of one op; without an entry (`source` "default") both sides are the default."""
+
+    op: str
+    key: Mapping[str, int]
+    source: str
+    before: Side
+    after: Side
+
+    def as_dict(self) -> dict[str, object]:
+        """For JSON."""
+        return asdict(self)
+
+
+def rows(
+    found: Sequence[Problem], entries: Mapping[tuple[str, config.FrozenKey], Mapping[str, Any]],
+    setup: Setup,
+) -> list[Row]:  # fmt: skip
+    """A row for every key that has an entry or candidates, in order.
+
+    Args:
+        entries: as they stand in the files, by op and key.
+    """
+    kept = [x for x in found if (x.op, x.key) in entries or len(x.candidates) > 1]
+    given = [_record(x, entries.get((x.op, x.key))) for x in kept]
+    jobs = [
+        job_of(problem, record, setup)
+        for problem, record in zip(kept, given, strict=True)
+        for record in (problem.default, record)
+    ]
+    trials = iter(run(jobs, setup.state, num_workers=setup.num_workers, advance=setup.advance))
+    return list(_rows(kept, given, entries, trials))
+
+
+def _rows(
+    kept: Sequence[Problem], given: Sequence[object],
+    entries: Mapping[tuple[str, config.FrozenKey], Mapping[str, Any]], trials: Iterator[Trial],
+) -> Iterator[Row]:  # fmt: skip
+    for problem, record in zip(kept, given, strict=True):
+        entry = entries.get((problem.op, problem.key), {})
+        before, after = (
+            _side(x, next(trials), entry.get(us))
+            for x, us in ((problem.default, "default_us"), (record, "us"))
+        )
+        source = str(entry.get("source", "default"))
+        yield Row(problem.op, dict(problem.key), source, before, after)
+
+
+def _record(problem: Problem, entry: Mapping[str, Any] | None) -> object:
+    return problem.default if entry is None else replace(problem.default, **entry["config"])  # type: ignore[type-var]
+
+
+def _side(record: Any, trial: Trial, us: float | None) -> Side:
+    launches = trial.launches
+    return Side(
+        config=asdict(record),
+        us=sum(trial.us) if us is None else us,
+        registers=max((x.registers for x in launches), default=0),
+        spill_bytes=sum(x.spill_bytes for x in launches),
+        shared_bytes=max((x.shared_bytes for x in launches), default=0),
+        warps_per_sm=min((x.warps_per_sm for x in launches), default=0),
+    )

@@ -1,0 +1,66 @@
+"""Writes tuned entries where `ftkernels.config` finds them."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from ftkernels import config
+
+Entry = Mapping[str, Any]
+
+
+def read(path: Path, op: str, gpu: str) -> list[dict[str, Any]]:
+    """The entries of a file; none when it is missing, damaged or for something else."""
+    try:
+        data = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return []
+    wanted = {"op": op, "gpu": gpu, "schema": config.SCHEMA}
+    if not isinstance(data, dict) or any(data.get(name) != x for name, x in wanted.items()):
+        return []
+    entries = data.get("entries")
+    if not isinstance(entries, list):
+        return []
+    return [x for x in entries if isinstance(x, dict) and isinstance(x.get("key"), dict)]
+
+
+def merged(old: Iterable[Entry], new: Iterable[Entry], source_hash: str) -> list[Entry]:
+    """Old entries of this source with new ones in their place, by key.
+
+    What was measured is not replaced by what is modelled.
+    """
+    kept = {_key(entry): entry for entry in old if entry.get("source_hash") == source_hash}
+    for entry in new:
+        before = kept.get(_key(entry), {})
+        if (before.get("source"), entry["source"]) != ("measured", "modelled"):
+            kept[_key(entry)] = entry
+    return [kept[key] for key in sorted(kept)]
+
+
+def _key(entry: Entry) -> config.FrozenKey:
+    return config.entry_key(entry["key"])
+
+
+def write(root: Path, gpu: str, op: str, new: Iterable[Entry], default: Callable[..., Any]) -> Path:
+    """Merge entries into the file of an op; the file is replaced as a whole or not at all.
+
+    Args:
+        default: of the op; its module's source is what the entries were made from.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    path = root / gpu / f"{op}.json"
+    entries = merged(read(path, op, gpu), new, config.source_hash(default))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = ",\n".join(f"    {json.dumps(entry)}" for entry in entries)
+    head = f'  "op": {json.dumps(op)},\n  "gpu": {json.dumps(gpu)},\n  "schema": {config.SCHEMA},\n'
+    half = path.with_suffix(".half")
+    half.write_text(f'{{\n{head}  "entries": [\n{lines}\n  ]\n}}\n')
+    os.replace(half, path)
+    config.forget()
+    return path

@@ -1,0 +1,152 @@
+"""Runs shipped entries by value, through the lookup that serving uses.
+
+An entry is right when the cases it is for find it, and nothing else, and when the op then gives
+what its reference gives. Sizes that the key does not fix are made small, so that an interpreter
+gets through them. Where even then there is too much to do, because the entry stands for a bucket of
+many tokens, the lookup is checked at the bucket's size and the values with fewer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from autotune import store
+from autotune.search import Problem, lookups, problems
+from autotune.values import disagreement
+from ftkernels import KernelSpec, config, registry, target
+from ftkernels.config import Found, FrozenKey
+from ftkernels.spec import Case
+
+# just above the powers of two, where buckets begin
+_SIZES = (1, 2, 3, 5, 9, 17, 33, 65, 129, 257, 513, 1025, 2049, 4097)
+_FREE = ("S", "V", "T", "pos0", "length", "n", "N", "H")
+
+
+@dataclass(frozen=True)
+class Checked:
+    """One entry: `error` says what is wrong with it, `ran` whether it was run by value."""
+
+    op: str
+    key: Mapping[str, int]
+    error: str
+    ran: bool
+
+
+def entries(root: Path, gpu: str, ops: Sequence[str]) -> list[tuple[str, dict[str, Any]]]:
+    """What the files of a folder hold, the damaged ones left out, as pairs of op and entry."""
+    found = []
+    for op in ops:
+        found += [(op, entry) for entry in store.read(root / gpu / f"{op}.json", op, gpu)]
+    return found
+
+
+def smallest_keys(
+    found: Sequence[tuple[str, dict[str, Any]]], count: int
+) -> list[tuple[str, dict[str, Any]]]:  # fmt: skip
+    """The entries of each op with the smallest products of sizes, `count` of them."""
+    kept = []
+    for op in dict.fromkeys(op for op, _ in found):
+        mine = [entry for name, entry in found if name == op]
+        mine.sort(key=lambda entry: math.prod(max(1, n) for n in entry["key"].values()))
+        kept += [(op, entry) for entry in mine[:count]]
+    return kept
+
+
+def verify(
+    found: Sequence[tuple[str, Mapping[str, Any]]], *, arch: int, device: str,
+    most_flops: float, advance: Callable[[str], None],
+) -> list[Checked]:  # fmt: skip
+    """Check entries one by one.
+
+    Args:
+        found: pairs of op and entry, as they stand in the files that lookups read.
+        most_flops: cases with more of them are looked up but not run.
+        advance: told the name of the op before each entry.
+    """
+    specs = [spec for spec in registry() if spec.kernel]
+    cases = {(x.op, x.key): x for x in problems(specs, arch=arch)}
+    checked = []
+    for op, entry in found:
+        advance(op)
+        problem = cases.get((op, config.entry_key(entry["key"])))
+        checked.append(_checked(op, entry, problem, arch, device, most_flops))
+    return checked
+
+
+def _checked(
+    op: str, entry: Mapping[str, Any], problem: Problem | None, arch: int, device: str,
+    most_flops: float,
+) -> Checked:  # fmt: skip
+    key = entry["key"]
+    if problem is None:
+        return Checked(op, key, "no case of the registry looks it up", ran=False)
+    name, case = problem.users[0]
+    by_name = {spec.name: spec for spec in registry()}
+    spec, grows = by_name[name], by_name[op].grows
+    case = smallest(spec, case, op, problem.key, grows, arch)
+    heard: list[Found] = []
+    if spec.flops(case) <= most_flops:
+        with target.offline(arch), config.watch(heard.append):
+            error = disagreement(spec, case, device=device)
+        return Checked(op, key, error or wrong_lookup(heard, op, entry, grows), ran=True)
+    error = wrong_lookup(lookups(spec, case, arch), op, entry, grows)
+    fewer = smallest(spec, case, op, problem.key, grows, arch, any_bucket=True)
+    if error or spec.flops(fewer) > most_flops:
+        return Checked(op, key, error, ran=False)
+    sizes = dict(problem.key)
+    record = replace(problem.default, **entry["config"])  # type: ignore[type-var]
+    with target.offline(arch), config.pin(op, record), config.watch(heard.append):
+        error = disagreement(spec, fewer, device=device)
+    if not error and not any(x.op == op and _same(x.key, sizes, grows) for x in heard):
+        error = "fewer rows take another path"
+    return Checked(op, key, error, ran=True)
+
+
+def wrong_lookup(heard: Sequence[Found], op: str, entry: Mapping[str, Any], grows: str) -> str:
+    """Why what was looked up is not the entry; empty when it is."""
+    key = config.entry_key(entry["key"])
+    mine = [x for x in heard if x.op == op and config.entry_key(x.key, grows) == key]
+    if not mine:
+        return "the op does not look it up"
+    for found in mine:
+        # fields that the entry leaves to the default are none of its business
+        expected = replace(found.config, **entry["config"])
+        if found.source != entry["source"] or found.config != expected:
+            return f"the lookup gives {found.config} ({found.source})"
+    return ""
+
+
+def smallest(
+    spec: KernelSpec, case: Case, op: str, key: FrozenKey, grows: str, arch: int, *,
+    any_bucket: bool = False,
+) -> Case:  # fmt: skip
+    """The case with every size as small as it can be while it still looks the key up.
+
+    Args:
+        any_bucket: the size that grows may be in another bucket.
+    """
+    sizes = dict(key)
+
+    def looks_up(smaller: Case) -> bool:
+        try:
+            found = [x for x in lookups(spec, smaller, arch) if x.op == op]
+        except (ValueError, TypeError, RuntimeError, ZeroDivisionError):
+            return False
+        if any_bucket:
+            return any(_same(x.key, sizes, grows) for x in found)
+        return any(config.entry_key(x.key, grows) == key for x in found)
+
+    for name in _FREE:
+        if type(case.get(name)) is not int:
+            continue
+        tried = ({**case, name: size} for size in _SIZES if size < case[name])
+        case = next(filter(looks_up, tried), case)
+    return case
+
+
+def _same(key: Mapping[str, int], sizes: Mapping[str, int], grows: str) -> bool:
+    return {**key, grows: 0} == {**sizes, grows: 0}
