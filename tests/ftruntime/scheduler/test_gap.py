@@ -2,7 +2,7 @@
 
 Mutants run, each noticed: the decode's own time left out; the gap counted from the start of the
 decode; whole chunks while rows decode; no floor after a decode; no aging; chunks cut before slices;
-the first chunk at full size.
+the first chunk at full size; rows that join not counted, for the next slice or for its size.
 """
 
 from __future__ import annotations
@@ -188,3 +188,26 @@ def test_layers_that_cost_different_times_are_learned(bound_s: float) -> None:
     assert max(late) <= bound_s
     assert sum(gap > bound_s for gap in timed.gaps) <= 2, "while layers are taken to be alike"
     assert wall(timed) <= 1.06 * 76.4
+
+
+def test_rows_that_a_chunk_adds_are_in_the_decode_that_follows() -> None:
+    """A decode of `r` rows takes 5 + 10 r ms, and three prompts join one stream at once. Their chunk
+    of 60 ms fits before a decode of one row, not before one of four."""
+
+    def seconds(plan: StepPlan) -> float:
+        if plan.kind == "decode":
+            return 0.005 + 0.010 * len(plan.seqs)
+        return 0.060 * (plan.layers[1] - plan.layers[0]) / NUM_LAYERS
+
+    timed = Timed(replace(SEED_LIMITS, max_decode_gap_s=0.1), seconds)
+    for number in range(4):  # lets it see decodes of one to four rows
+        timed.submit(f"early{number}", 100, 20 + 20 * number)
+    timed.run()
+    timed.submit("victim", 100, 60)
+    timed.run(until=timed.now + 0.3)
+    timed.gaps.clear()
+    for number in range(3):
+        timed.submit(f"late{number}", 100, 30)
+    timed.run()
+    assert max(len(plan.seqs) for plan in timed.plans[-40:]) == 4
+    assert max(timed.gaps) <= 0.1

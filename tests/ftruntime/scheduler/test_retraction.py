@@ -2,6 +2,14 @@
 
 Page counts are worked out by hand beside each test; a page holds 128 tokens. The executors of
 `support` and `test_prefix_runs` check every page that a step reads.
+
+Mutants run, each noticed here or by the random runs: the oldest gives way; a partial prompt does
+not; the retracted goes to the back of the queue, keeps its place among the partly prefilled or
+among those that decode; its row is not fresh; prompt log-probabilities told twice; its own pages
+counted as cached, or not found; no spare page; no second look for prefill; pages freed between two
+slices; kept streams not dropped; not counted; promises that always grow, forget copies of shared
+pages or grow a page too early; the last part drawn at the prompt's end; no room made; whole outputs
+reserved.
 """
 
 from __future__ import annotations
@@ -140,6 +148,7 @@ def test_a_partly_prefilled_prompt_gives_way_and_nothing_passes_it() -> None:
     assert names == ["b"]
     assert [s.start for p in bench.plans for s in p.seqs if s.request_id == "b"] == [0, 128, 256]
     assert bench.scheduler.num_running == 1
+    assert bench.steps(2) == "dd", "it waits until its whole prompt fits"
     empty(bench)
     bench.drain()
     started = [s.request_id for p in bench.plans for s in p.seqs if s.fresh]
@@ -209,7 +218,7 @@ def test_with_a_prefix_cache_it_starts_behind_its_own_pages(wanted: int | None) 
     empty(bench)
     bench.drain()
     again = first_plans(bench, "b")[1].seqs[-1]
-    assert again.start == 384
+    assert (again.start, again.prompt_targets) == (384, None)
     assert {event.num_cached_tokens for event in bench.events["b"]} == {0}
     told = [event.prompt_logprobs is not None for event in bench.events["b"]]
     assert told == [wanted is not None] + [False] * 399
