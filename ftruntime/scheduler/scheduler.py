@@ -4,15 +4,9 @@ One plan is under way at a time. All state changes that a step causes happen in 
 that pages and rows are assigned when a step is planned and given back the moment a request ends,
 whatever is under way. Of a chunk that has layer slices to come only the row is: they still write to
 the pages, which come back with the last slice, or once all requests of the chunk have ended.
-
-Under optimistic admission the pool may hold no page for a row's next token. The newest request that
-holds a row then gives its pages up and waits, until the row has its page. The oldest one never has
-to, and on an empty server every accepted request fits, so each request ends.
 """
 
 from __future__ import annotations
-
-import logging
 
 from ftruntime.kvcache.manager import KVManager
 from ftruntime.scheduler.admission import check_limits, check_queue, check_request
@@ -21,6 +15,7 @@ from ftruntime.scheduler.decode import DecodeManager
 from ftruntime.scheduler.pace import Pace
 from ftruntime.scheduler.policy import InterleavePolicy
 from ftruntime.scheduler.prefill import PrefillManager
+from ftruntime.scheduler.pressure import Pressure
 from ftruntime.scheduler.sampling import finish_reason
 from ftruntime.scheduler.table import NO_ROW, RequestRow, RequestTable
 from ftruntime.types import (
@@ -36,8 +31,6 @@ from ftruntime.types import (
 )
 
 _NO_FINITE_LOGIT = "the model returned no finite logit for the next token"
-
-_logger = logging.getLogger(__name__)
 
 
 class Scheduler:
@@ -69,12 +62,12 @@ class Scheduler:
         self._decode = DecodeManager(self._kv, eos_token_ids=limits.eos_token_ids)
         self._pace = Pace(limits, self._prefill, self._policy)
         self._chunks = ChunkRun(self._kv, limits.num_layers)
+        self._pressure = Pressure(self._table, self._kv, self._prefill, self._decode, self._chunks)
         self._under_way: tuple[StepPlan, tuple[RequestRow, ...]] | None = None
         self._next_index = 0
         self._num_steps: dict[StepKind, int] = {"prefill": 0, "decode": 0}
         self._num_interleaved = 0
         self._num_aborted = 0
-        self._num_retractions = 0
 
     @property
     def has_work(self) -> bool:
@@ -218,7 +211,7 @@ class Scheduler:
             "prefill_streak": self._policy.streak,
             "prefill_steps": self._num_steps["prefill"],
             "decode_steps": self._num_steps["decode"],
-            "retractions": self._num_retractions,
+            "retractions": self._pressure.num_retractions,
             "aborted": self._num_aborted,
         }
 
@@ -260,7 +253,7 @@ class Scheduler:
         if not self._decode.can_run:
             return None
         if self._limits.admission == "optimistic":
-            self._make_room()
+            self._pressure.make_room()
         batch = self._decode.build()
         self._policy.decode_planned()
         if not batch:
@@ -268,35 +261,6 @@ class Scheduler:
         interleaved = self.has_unfinished_prefill
         self._num_interleaved += interleaved
         return self._step("decode", batch, interleaved=interleaved)
-
-    def _make_room(self) -> None:
-        """Every row that decodes has a page for its next token."""
-        for row in self._decode.rows:
-            while row.status == "running" and not self._kv.grow(row.request_id, row.num_tokens):
-                self._retract(self._newest())
-
-    def _newest(self) -> RequestRow:
-        """The last request to be admitted of those that hold a row."""
-        if self._prefill.partial is not None:
-            return self._prefill.partial
-        chunk = self._chunks.current
-        in_chunk = [] if chunk is None else chunk.live_rows
-        return (in_chunk or self._decode.rows)[-1]
-
-    def _retract(self, row: RequestRow) -> None:
-        """Put a request back into the queue; its pages are free, or kept for its return."""
-        _logger.info(
-            "retracted request=%s tokens=%d computed=%d running=%d: no page is left for the next "
-            "token of an older request", row.request_id, row.num_tokens, row.num_computed,
-            self.num_running,
-        )  # fmt: skip
-        self._num_retractions += 1
-        row.retracted = True
-        self._prefill.discard(row)
-        self._decode.leave(row)
-        self._table.unseat(row)
-        self._chunks.give_back(row)
-        self._prefill.requeue(row)
 
     def _step(
         self,

@@ -180,11 +180,16 @@ class CheckingExecutor:
 class Watched(Scheduler):
     """Tells `on_retract` who gives pages up."""
 
-    on_retract: Callable[[str], None] = staticmethod(lambda request_id: None)
+    def __init__(self, limits: SchedulerLimits) -> None:
+        super().__init__(limits)
+        self.on_retract: Callable[[str], None] = lambda request_id: None
+        retract = self._pressure.retract
 
-    def _retract(self, row: RequestRow) -> None:
-        self.on_retract(row.request_id)
-        super()._retract(row)
+        def watched(row: RequestRow) -> None:
+            self.on_retract(row.request_id)
+            retract(row)
+
+        self._pressure.retract = watched  # type: ignore[method-assign]
 
 
 class Bench:

@@ -191,7 +191,7 @@ def test_layers_that_cost_different_times_are_learned(bound_s: float) -> None:
 
 
 def test_rows_that_a_chunk_adds_are_in_the_decode_that_follows() -> None:
-    """A decode of `r` rows takes 5 + 10 r ms, and three prompts join one stream at once. Their chunk
+    """A decode of `r` rows takes 5 + 10 r ms; three prompts join one stream at once. Their chunk
     of 60 ms fits before a decode of one row, not before one of four."""
 
     def seconds(plan: StepPlan) -> float:

@@ -69,7 +69,7 @@ def test_the_newest_gives_its_pages_up_and_both_answers_stay_the_same(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """6 pages: with 3 pages each neither can grow. `a` gets its fourth at token 385, `b` waits."""
-    caplog.set_level(logging.INFO, logger="ftruntime.scheduler.scheduler")
+    caplog.set_level(logging.INFO, logger="ftruntime.scheduler.pressure")
     bench = bench_of(num_pages=6)
     names = retracted(bench)
     for name in ("a", "b"):
