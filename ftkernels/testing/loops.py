@@ -20,6 +20,8 @@ def find_loops(code: Sequence[Step]) -> list[frozenset[int]]:
 
     What the first instruction does not lead to, the trap behind a kernel's end, is no loop.
     """
+    if not code:
+        return []
     heads = _heads(code)
     blocks = [range(a, b) for a, b in zip(heads, [*heads[1:], len(code)], strict=True)]
     place = {block[0]: number for number, block in enumerate(blocks)}
@@ -36,7 +38,7 @@ def find_loops(code: Sequence[Step]) -> list[frozenset[int]]:
 
 def _heads(code: Sequence[Step]) -> list[int]:
     """Where basic blocks begin."""
-    heads = {0} if code else set()
+    heads = {0}
     for i, step in enumerate(code):
         if step.jump is not None:
             heads.add(step.jump)
@@ -52,7 +54,7 @@ def _successors(step: Step, index: int, place: dict[int, int]) -> set[int]:
 
 def _cycles(after: Sequence[set[int]], before: Sequence[set[int]]) -> Iterable[set[int]]:
     """Loops as numbers of blocks."""
-    live = _reached(after, [0]) if after else set()
+    live = _reached(after, [0])
     for head in range(len(after)):
         if before[head] & live <= {head - 1}:
             continue

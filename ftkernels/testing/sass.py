@@ -18,7 +18,7 @@ _LABEL = re.compile(r"^(\.L_x_\d+|\$[\w$]+):")
 _TARGET = re.compile(r"`\(([^)]+)\)")
 _MMA = re.compile(r"(?:HMMA|QMMA|IMMA|HGMMA|QGMMA|OMMA)\b")
 _MATH = re.compile(r"(?:FFMA|FADD|FMUL|HFMA2|HADD2|HMUL2)\b")
-_SHAPE = re.compile(r"[A-Z]MMA\.(?:(64)x(\d+)x(\d+)|(16)(8)(\d+))\b")
+_SHAPE = re.compile(r"[A-Z]+MMA\.(?:(64)x(\d+)x(\d+)|(16)(8)(\d+))\b")
 _WIDTHS = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16}
 _MACS = {"FFMA": 32, "FADD": 32, "FMUL": 32, "IMAD": 32, "IDP": 128,
          "HFMA2": 64, "HADD2": 64, "HMUL2": 64}  # fmt: skip
