@@ -198,6 +198,8 @@ def refusal(trial: Trial, default: Trial) -> str:
             return "does not fit"
         if launch.spill_bytes:
             return "spills"
+    if default.error:
+        return ""
     if len(trial.launches) != len(default.launches):
         return "other launches"
     for launch, before in zip(trial.launches, default.launches, strict=True):

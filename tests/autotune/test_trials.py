@@ -1,0 +1,166 @@
+"""Trials: what is compiled, what the file of a run before spares, and what that follows from.
+
+Mutants tried: the state ignored, half a line taken for damage, damage taken for a result, the key,
+config, sources, model, Triton version or card left out of the identity, results in the order in
+which they came.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import triton
+
+from autotune import trials
+from autotune.search import Launch, Trial
+from autotune.trials import Job, State
+from ftkernels import config
+from tests.autotune.toy import HOST, TOY, Tile
+
+KEY = (("I", 128), ("T", 1))
+CASE = {"name": "flash-t1", "T": 1, "I": 128}
+
+
+def score(spec, case, launches) -> float:
+    """A stand-in: the pinned block in microseconds."""
+    return float(launches[0].block)
+
+
+def _job(**changes: object) -> Job:
+    job = Job("toy", KEY, Tile(16, 4), (("toy", CASE),), 89, score, "model")
+    return replace(job, **changes)
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """Stands in for the compiler; lists the configs that it was asked to compile."""
+    done = []
+
+    def compile_launches(spec, case, *, arch):
+        sizes = {"T": case["T"], "I": case["I"]}
+        record = config.lookup("toy", sizes, spec.default, grows="T")
+        done.append(record)
+        if record.block == 64:
+            raise RuntimeError("the assembler gave up")
+        return [record]
+
+    monkeypatch.setattr(trials, "_spec", {"toy": TOY, "host": HOST}.__getitem__)
+    monkeypatch.setattr(trials, "compile_launches", compile_launches)
+    monkeypatch.setattr(trials, "_is_described", lambda spec, case, x: x.num_warps == 4)
+    launch = Launch("k", 1, 0, 0, 1, True, None, 0, 0)
+    monkeypatch.setattr(trials, "_launch", lambda x: replace(launch, registers=x.block))
+    return done
+
+
+def _run(jobs, state=None) -> list[Trial]:
+    told = []
+    found = trials.run(
+        jobs, state or State(None, print), num_workers=1, advance=lambda *x: told.append(x)
+    )
+    assert len(told) == len(jobs)
+    return found
+
+
+def test_the_config_is_pinned_in_every_case(compiled):
+    users = [("toy", {**CASE, "T": t}) for t in (400, 512, 600)]
+    key = config.entry_key({"T": 512, "I": 128})
+    (trial,) = _run([_job(key=key, record=Tile(32, 4), users=tuple(users[:2]))])
+    assert trial.us == (32.0, 32.0)
+    _run([_job(key=key, record=Tile(32, 4), users=tuple(users))])
+    assert compiled[2:] == [Tile(32, 4), Tile(32, 4), Tile(64, 4)]  # 600 is another key
+
+
+def test_results_come_in_the_order_of_the_jobs(compiled):
+    jobs = [_job(record=Tile(block, 4)) for block in (32, 16, 8)]
+    assert [x.us for x in _run(jobs)] == [(32.0,), (16.0,), (8.0,)]
+
+
+def test_what_cannot_be_compiled_or_modelled_is_dropped(compiled):
+    def no_figure(spec, case, launches) -> float:
+        raise ValueError("more work than the instructions do")
+
+    failed, unmodelled = _run([_job(record=Tile(64, 4)), _job(score=no_figure, model="other")])
+    assert failed == Trial(error="does not compile")
+    assert unmodelled.error == "has no modelled figure"
+
+
+def test_a_guess_of_the_model_is_marked(compiled):
+    sure, guess = _run([_job(), _job(record=Tile(16, 8))])
+    assert (sure.can_tell, guess.can_tell) == (True, False)
+
+
+def test_a_run_goes_on_where_one_was_killed(tmp_path, compiled):
+    path = tmp_path / "folder" / "state.jsonl"
+    jobs = [_job(record=Tile(block, 4)) for block in (32, 64, 16)]
+    before = _run(jobs, State(path, pytest.fail))
+    assert len(compiled) == 3
+    half = path.read_bytes()[:-20]
+    path.write_bytes(half)
+    assert _run(jobs, State(path, pytest.fail)) == before
+    assert len(compiled) == 4  # the one whose line was cut off
+    assert _run(jobs, State(path, pytest.fail)) == before
+    assert len(compiled) == 4
+
+
+@pytest.mark.parametrize(
+    "line",
+    [b"\xff\xfe\n", b"{}\n", b"[1]\n", b'{"id": "a", "trial": {"us": 1}}\n', b"{\n"],
+    ids=str,
+)
+def test_a_damaged_state_is_one_sentence_and_a_fresh_start(line, tmp_path, compiled):
+    path = tmp_path / "state.jsonl"
+    said: list[str] = []
+    _run([_job()], State(path, said.append))
+    path.write_bytes(line + path.read_bytes())
+    state = State(path, said.append)
+    assert said == [f"state file {path} is damaged, starting afresh"]
+    assert len(_run([_job()], state)) == 1
+    assert len(compiled) == 2
+    assert len(path.read_text().splitlines()) == 1
+    assert json.loads(path.read_text())["id"] == _job().identity
+
+
+OTHER_JOBS = {
+    "key": {"key": (("I", 128), ("T", 2))},
+    "config": {"record": Tile(16, 8)},
+    "cases": {"users": (("toy", {**CASE, "T": 2}),)},
+    "card": {"arch": 90},
+    "model": {"model": "another"},
+    "inside": {"users": (("host", CASE),)},
+}
+
+
+@pytest.mark.parametrize("change", OTHER_JOBS.values(), ids=OTHER_JOBS)
+def test_another_job_has_another_identity(change, compiled):
+    assert _job(**change).identity != _job().identity
+    assert _job().identity == _job().identity
+
+
+def test_other_sources_and_versions_have_another_identity(compiled, monkeypatch):
+    before = _job().identity
+    monkeypatch.setattr(triton, "__version__", "9.9.0")
+    other = _job().identity
+    monkeypatch.setattr(config, "source_hash", lambda function: "0")
+    assert len({before, other, _job().identity}) == 3
+
+
+def test_a_real_kernel_is_read_off(tmp_path):
+    from ftkernels import backend
+
+    if backend.interpreted():
+        pytest.skip("offline compiles need a process without TRITON_INTERPRET")
+    spec = trials._spec("adjust_logits")
+    case = next(x for x in spec.cases if x["name"] == "flash-t50")
+    job = Job(
+        "adjust_logits", config.entry_key({"N": 20000}, "N"), spec.default({"N": 20000}),
+        (("adjust_logits", case),), 89, lambda spec, case, launches: 2.0, "",
+    )  # fmt: skip
+    trial = trials.attempt(job)
+    (launch,) = trial.launches
+    assert trial.us == (2.0,)
+    assert (launch.kernel, launch.fits, launch.spill_bytes) == ("_adjust_logits_kernel", True, 0)
+    assert 0 < launch.registers <= 255
+    assert (launch.mma, launch.copies) == (None, 0)
+    assert trial.can_tell
