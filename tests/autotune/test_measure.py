@@ -1,0 +1,145 @@
+"""Timing through a stand-in for the card: what is recorded, how often, and what is made of it.
+
+Mutants tried: one set of inputs for all calls, the mean in place of the median, milliseconds of all
+sets taken for one call's, warm-up replays counted, values not checked, the config not pinned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+
+from autotune import measure, tune
+from autotune.measure import REPLAYS, measured, median_us, num_bytes, num_sets
+from autotune.search import Choice, Problem, Trial
+from ftkernels import config
+from tests.autotune.toy import HOST, TOY, Tile, default_tile
+
+DEFAULT, FAST, SLOW, EQUAL = Tile(16, 4), Tile(64, 4), Tile(32, 8), Tile(32, 4)
+US = {DEFAULT: 10.0, FAST: 6.0, SLOW: 20.0, EQUAL: 9.9}
+CASE = {"name": "flash-t1", "T": 1, "I": 128}
+MIB = 1 << 20
+
+
+class FakeCard:
+    """A card on which a replay takes what the pinned config is said to take, and some are slow."""
+
+    device = "cpu"
+    l2_bytes = 1024
+
+    def __init__(self, us: Callable[[object], float]) -> None:
+        self.us = us
+        self.inputs: list[list[float]] = []
+        self.replays = 0
+
+    def graph(self, calls: Sequence[Callable[[], object]]) -> Callable[[], float]:
+        heard: list[config.Found] = []
+        with config.watch(heard.append):
+            results = [call() for call in calls]
+        assert len({found.config for found in heard}) == 1
+        each_us = self.us(heard[0].config)
+        self.inputs.append([float(x[0, 0]) for x in results if isinstance(x, torch.Tensor)])
+        count = 0
+
+        def replay() -> float:
+            nonlocal count
+            count += 1
+            self.replays += 1
+            slow = 50 if count <= 3 or count % 4 == 0 else 1
+            return each_us * len(calls) * slow / 1000
+
+        return replay
+
+
+@pytest.fixture
+def card(monkeypatch):
+    monkeypatch.setattr(measure, "registry", lambda: (TOY, HOST))
+    return FakeCard(US.__getitem__)
+
+
+def _problem(*others: Tile) -> Problem:
+    users = (("toy", CASE), ("host", CASE))
+    return Problem("toy", config.entry_key({"T": 1, "I": 128}), users, (), (DEFAULT, *others))
+
+
+@pytest.mark.parametrize(
+    ("bytes_each", "l2_bytes", "expected"),
+    [(4 * MIB, 72 * MIB, 36), (5 * MIB, 72 * MIB, 29), (1000 * MIB, 72 * MIB, 2), (1, 72 * MIB, 64),
+     (0, MIB, 64), (72 * MIB, 72 * MIB, 2)],
+    ids=str,
+)  # fmt: skip
+def test_sets_together_are_larger_than_the_cache(bytes_each, l2_bytes, expected):
+    assert num_sets(bytes_each, l2_bytes) == expected
+    assert expected in (2, 64) or expected * bytes_each >= 2 * l2_bytes
+
+
+def test_bytes_are_those_of_all_tensors():
+    x = torch.zeros(3, 5, dtype=torch.bfloat16)
+    assert num_bytes(((x, 7, None), {"y": (x.float(), "a")})) == 30 + 60
+
+
+def test_a_call_takes_the_median_of_its_replays(card):
+    with config.pin("toy", FAST):
+        assert median_us(TOY, CASE, card) == pytest.approx(6.0)
+    assert card.replays == REPLAYS + 3
+
+
+def test_inputs_are_in_rotation(card):
+    with config.pin("toy", FAST):
+        median_us(TOY, CASE, card)
+    (seen,) = card.inputs
+    assert seen == [2.0, 4.0, 6.0, 8.0]  # 512 bytes a set, 1024 of cache; the op doubles its input
+
+
+def test_every_case_is_timed_under_the_config(card):
+    assert measured(_problem(), FAST, card) == Trial((6.0, 6.0))
+
+
+def test_values_come_before_times(card, monkeypatch):
+    wrong = replace(TOY, reference=lambda x: x + x + (x > 0))
+    monkeypatch.setattr(measure, "registry", lambda: (wrong, HOST))
+    assert measured(_problem(), FAST, card) == Trial(error="gives wrong values")
+    assert card.inputs == []
+
+
+def _choice(*ranking: Tile) -> Choice:
+    return Choice(_problem(*ranking), ranking[0], 1.0, 2.0, ranking)
+
+
+def _card(fake: FakeCard, top: int) -> tune.Card:
+    return tune.Card(fake, "NVIDIA GeForce RTX 4090", "555.1", top)
+
+
+def test_the_fastest_of_the_best_few_is_chosen(card):
+    choice = tune.measure(_choice(SLOW, FAST, EQUAL), _card(card, 2))
+    assert choice is not None
+    assert (choice.config, choice.us, choice.default_us) == (FAST, 12.0, 20.0)
+    assert len(card.inputs) == 6  # the default and two, in two cases
+
+
+def test_what_the_ranking_leaves_out_is_not_measured(card):
+    choice = tune.measure(_choice(SLOW, FAST), _card(card, 1))
+    assert choice is not None
+    assert choice.config == DEFAULT
+
+
+def test_a_card_cannot_tell_a_hundredth_apart(card):
+    choice = tune.measure(_choice(EQUAL), _card(card, 5))
+    assert choice is not None
+    assert choice.config == DEFAULT
+
+
+def test_an_entry_says_where_it_was_measured(card, monkeypatch):
+    monkeypatch.setattr(tune, "default_of", lambda op: default_tile)
+    choice = tune.measure(_choice(FAST), _card(card, 1))
+    assert choice is not None
+    entry = tune.entry_of(choice, _card(card, 1))
+    assert (entry["source"], entry["device"], entry["driver"]) == (
+        "measured", "NVIDIA GeForce RTX 4090", "555.1",
+    )  # fmt: skip
+    assert entry["triton"].count(".") == 2  # the one version that it was measured on
+    modelled = tune.entry_of(choice, None)
+    assert (modelled["source"], "device" in modelled) == ("modelled", False)
