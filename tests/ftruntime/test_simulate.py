@@ -6,7 +6,8 @@ policy owes one, sums of both between two decodes. No scheduler code takes part.
 Mutants tried and seen red: a decode after N + 1 chunks, a victim that waits for its own prefill, a
 preset that keeps the report's `--decode-interleave-every`, an attacker whose wall begins at 0, a
 serve flag that does not override the preset, the first policy's report printed for all, victims one
-chunk after another, gaps of one victim only, noise that costs nothing, a gap bound without margin.
+chunk after another, gaps of one victim only, noise that costs nothing, a gap bound without margin,
+a seed that asks for a trace beside noise, a plot without the other victims, no retractions told.
 """
 
 from __future__ import annotations
