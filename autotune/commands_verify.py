@@ -46,7 +46,8 @@ def verify(ops: tuple[str, ...], arch: str, quick: bool) -> None:
     if not has_card and not backend.interpreted():
         raise SystemExit(_interpreted("verify", *ops, "--arch", arch, *["--quick"] * quick))
     gpu = target.of_arch(int(arch)).name
-    found = verifying.entries(config.folder(), gpu, [spec.name for spec in specs])
+    names = [spec.name for spec in specs]
+    found = verifying.entries(config.folder(), gpu, names)
     most = float("inf") if has_card else _QUICK_FLOPS if quick else _MOST_FLOPS
     if quick:
         found = verifying.smallest_keys(found, _QUICK_KEYS)
@@ -61,13 +62,14 @@ def verify(ops: tuple[str, ...], arch: str, quick: bool) -> None:
             found, arch=int(arch), device="cuda" if has_card else "cpu", most_flops=most,
             advance=advance,
         )  # fmt: skip
-    wrong = [x for x in checked if x.error]
-    for x in wrong:
-        click.echo(f"{x.op} {pairs(x.key)}: {x.error}")
+    wrong = [f"{x.op} {pairs(x.key)}: {x.error}" for x in checked if x.error]
+    wrong += [f"{x}: no entries" for x in verifying.damaged(config.folder(), gpu, names)]
+    for line in wrong:
+        click.echo(line)
     ran = sum(x.ran for x in checked)
     click.echo(f"{len(checked)} entries looked up, {ran} of them run by value")
     if wrong:
-        raise click.ClickException(f"{len(wrong)} of {len(checked)} entries are wrong")
+        raise click.ClickException(f"{len(wrong)} of {len(checked)} entries and files are wrong")
 
 
 def _interpreted(*arguments: str) -> int:

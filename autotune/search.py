@@ -15,6 +15,7 @@ from dataclasses import astuple, dataclass, field
 from typing import Any
 from unittest import mock
 
+from triton.runtime.interpreter import GridExecutor
 from triton.runtime.jit import JITFunction
 
 from ftkernels import KernelSpec, config, registry, target
@@ -106,6 +107,7 @@ def lookups(spec: KernelSpec, case: Case, arch: int) -> list[Found]:
         target.offline(arch),
         config.watch(found.append),
         mock.patch.object(JITFunction, "run", return_value=None),
+        mock.patch.object(GridExecutor, "__call__", return_value=None),
     ):
         args, kwargs = spec.inputs(case, device="meta", seed=0)
         spec.op(*args, **kwargs)

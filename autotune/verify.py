@@ -44,6 +44,14 @@ def entries(root: Path, gpu: str, ops: Sequence[str]) -> list[tuple[str, dict[st
     return found
 
 
+def damaged(root: Path, gpu: str, ops: Sequence[str]) -> list[Path]:
+    """Files of a folder that hold no entries, whatever the reason."""
+    paths = [root / gpu / f"{op}.json" for op in ops]
+    return [
+        x for x, op in zip(paths, ops, strict=True) if x.exists() and not store.read(x, op, gpu)
+    ]
+
+
 def smallest_keys(
     found: Sequence[tuple[str, dict[str, Any]]], count: int
 ) -> list[tuple[str, dict[str, Any]]]:  # fmt: skip

@@ -1,0 +1,261 @@
+"""`ft-autotune tune`, `verify` and `report` from the shell: what they print, write and refuse.
+
+Mutants tried: a dry run that compiles, the table on stderr, a folder that cannot be written taken
+for success, verify without the interpreter, exit 0 with wrong entries.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import triton
+
+from autotune import cli, progress, tune, verify
+from autotune import search as searching
+from autotune.search import Choice, Trial
+from autotune.verify import Checked
+from ftkernels import backend, config
+
+ROOT = Path(__file__).parents[2]
+GPU = "nvidia_geforce_rtx_4090"
+
+
+def _run(capsys, *args: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as end:
+        cli.main(args)
+    out, err = capsys.readouterr()
+    return int(end.value.code or 0), out, err
+
+
+@pytest.fixture
+def chosen(monkeypatch):
+    """A search that compiles nothing and takes the last candidate of each key."""
+    monkeypatch.setattr(backend, "interpreted", lambda: False)
+    setups = []
+
+    def search(found, setup):
+        setups.append(setup)
+        return [Choice(x, x.candidates[-1], 1.0, 2.0, x.candidates, {"spills": 2}) for x in found]
+
+    monkeypatch.setattr(tune, "search", search)
+    return setups
+
+
+def test_tune_writes_a_file_an_op_and_prints_a_table(chosen, tmp_path, capsys):
+    arguments = ["--out", str(tmp_path), "--state", str(tmp_path / "s"), "--jobs", "3"]
+    code, out, err = _run(capsys, "tune", "swiglu_clamp", "rms_norm", "--tp", "8", *arguments)
+    assert code == 0, err
+    data = json.loads((tmp_path / GPU / "swiglu_clamp.json").read_text())
+    assert [x["key"] for x in data["entries"]] == [{"I": 256, "T": 4096}]
+    assert not (tmp_path / GPU / "rms_norm.json").exists()  # nothing to choose from
+    row = next(line for line in out.splitlines() if "swiglu_clamp" in line)
+    assert row.split()[:7] == ["swiglu_clamp", "1", "6", "2", "1", "50.0%", "50.0%"]
+    assert row.split()[7:] == ["spills", "2"]
+    assert "modelled, no times" in out
+    assert "wrote 1 files in" in err
+    assert (chosen[0].arch, chosen[0].num_workers) == (89, 3)
+
+
+def test_a_dry_run_searches_nothing(chosen, tmp_path, capsys):
+    code, out, _ = _run(capsys, "tune", "swiglu_clamp", "--dry-run", "--out", str(tmp_path))
+    assert (code, chosen, list(tmp_path.iterdir())) == (0, [], [])
+    assert "I=2048 T=4096" in out
+    assert out.splitlines()[-1].split() == ["all", "2", "keys", "18"]
+
+
+def test_other_arches_have_their_own_folder(chosen, tmp_path, capsys):
+    arguments = ["--out", str(tmp_path), "--state", str(tmp_path / "s"), "--arch", "90"]
+    assert _run(capsys, "tune", "swiglu_clamp", *arguments)[0] == 0
+    assert (tmp_path / "nvidia_h200" / "swiglu_clamp.json").exists()
+    assert chosen[0].arch == 90
+
+
+def test_keys_without_a_sound_config_fail(chosen, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(tune, "search", lambda found, setup: [None for _ in found])
+    arguments = ["--out", str(tmp_path), "--state", str(tmp_path / "s")]
+    code, _, err = _run(capsys, "tune", "swiglu_clamp", *arguments)
+    assert code == 1
+    assert err.splitlines()[-1] == (
+        "ft-autotune: 2 keys have no sound config, not even the default"
+    )
+
+
+def test_a_folder_that_cannot_be_written_is_one_sentence(chosen, tmp_path, capsys):
+    (tmp_path / GPU).write_text("a file in the way")
+    arguments = ["--out", str(tmp_path), "--state", str(tmp_path / "s")]
+    code, _, err = _run(capsys, "tune", "swiglu_clamp", *arguments)
+    assert code == 1
+    said = err.strip()
+    assert said.startswith(f"ft-autotune: --out is {tmp_path}, expected a folder that can be")
+    assert "\n" not in said
+
+
+def test_a_damaged_state_is_said_once_and_the_run_goes_on(chosen, tmp_path, capsys):
+    state = tmp_path / "s"
+    state.write_text("{\n")
+    arguments = ["--out", str(tmp_path), "--state", str(state)]
+    code, _, err = _run(capsys, "tune", "swiglu_clamp", *arguments)
+    assert code == 0
+    assert err.count(f"ft-autotune: state file {state} is damaged, starting afresh\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("args", "sentence"),
+    [
+        (["tune", "--tp", "1,x"], "--tp is 1,x, expected numbers >= 1 such as 1,8"),
+        (["tune", "--tp", "0"], "--tp is 0, expected numbers >= 1 such as 1,8"),
+        (["tune", "--arch", "86"], "Invalid value for '--arch': '86' is not one of"),
+        (["tune", "--top", "0"], "Invalid value for '--top'"),
+        (["tune", "rmsnorm"], "OP is 'rmsnorm', expected the name of an op, such as rms_norm"),
+        (["verify", "rope_tables"], "OP is 'rope_tables', which runs its reference only"),
+        (["report", "--arch", "86"], "Invalid value for '--arch'"),
+    ],
+    ids=str,
+)
+def test_wrong_command_lines_exit_2_with_one_sentence(args, sentence, capsys):
+    code, out, err = _run(capsys, *args)
+    assert (code, out) == (2, "")
+    assert err.startswith(f"ft-autotune: {sentence}")
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", ["tune", "report"])
+def test_interpreted_processes_are_refused(command, monkeypatch, capsys):
+    monkeypatch.setattr(backend, "interpreted", lambda: True)
+    code, _, err = _run(capsys, command, "rms_norm")
+    assert code == 1
+    assert err == "ft-autotune: TRITON_INTERPRET is on, expected a process without it\n"
+
+
+class FakeCuda:
+    """Stands in for `torch.cuda` where a command asks which card there is."""
+
+    def __init__(self, monkeypatch, capability: tuple[int, int]) -> None:
+        for name, value in {
+            "is_available": True, "get_device_capability": capability, "current_device": 0,
+            "get_device_name": "NVIDIA Some Card",
+        }.items():  # fmt: skip
+            monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+
+
+def test_an_older_card_gets_one_sentence(chosen, monkeypatch, capsys):
+    FakeCuda(monkeypatch, (8, 6))
+    code, _, err = _run(capsys, "tune", "swiglu_clamp")
+    assert code == 1
+    assert err == (
+        "ft-autotune: the card is NVIDIA Some Card of capability 8.6, expected 8.9, 9.0, 12.0; "
+        "--arch 89 models one without it\n"
+    )
+    assert chosen == []
+
+
+def test_a_card_of_another_arch_measures_nothing(chosen, tmp_path, monkeypatch, capsys):
+    FakeCuda(monkeypatch, (8, 6))
+    arguments = ["--out", str(tmp_path), "--state", str(tmp_path / "s"), "--arch", "89"]
+    code, out, _ = _run(capsys, "tune", "swiglu_clamp", *arguments)
+    assert code == 0
+    assert "modelled" in out
+
+
+def test_progress_counts_what_is_dropped_and_the_best_gain(monkeypatch):
+    shown: dict[str, object] = {}
+
+    class Shown:
+        def add_task(self, *args: object, **fields: object) -> int:
+            return 0
+
+        def update(self, task: int, **fields: object) -> None:
+            shown.update(fields)
+
+    from autotune import static
+    from autotune.trials import Job
+    from ftkernels import registry
+
+    spec = next(x for x in registry() if x.name == "swiglu_clamp")
+    problem, *_ = searching.problems([spec], arch=89)
+    advance = progress._watched(Shown(), 3)  # type: ignore[arg-type]
+    users = problem.users
+    jobs = [
+        Job(problem.op, problem.key, x, users, 89, static.score, "") for x in problem.candidates
+    ]
+    advance(jobs[0], Trial((10.0,)))
+    advance(jobs[1], Trial(error="does not compile"))
+    advance(jobs[2], Trial((7.5,)))
+    assert (shown["dropped"], shown["best"]) == (1, "-25% swiglu_clamp")
+
+
+def _verified(monkeypatch, *checked: Checked) -> None:
+    monkeypatch.setattr(backend, "interpreted", lambda: True)
+    monkeypatch.setattr(verify, "verify", lambda found, **_: list(checked))
+    monkeypatch.setattr(verify, "damaged", lambda *_: [])
+
+
+def test_verify_lists_what_is_wrong(monkeypatch, capsys):
+    good, bad = Checked("a", {"T": 1}, "", True), Checked("b", {"T": 2}, "too far off", False)
+    _verified(monkeypatch, good, bad)
+    code, out, err = _run(capsys, "verify")
+    assert code == 1
+    assert out == "b T=2: too far off\n2 entries looked up, 1 of them run by value\n"
+    assert err.strip().splitlines()[-1] == "ft-autotune: 1 of 2 entries and files are wrong"
+    _verified(monkeypatch, good)
+    assert _run(capsys, "verify")[:2] == (0, "1 entries looked up, 1 of them run by value\n")
+
+
+def test_verify_names_files_without_entries(monkeypatch, tmp_path, capsys):
+    _verified(monkeypatch)
+    monkeypatch.setattr(verify, "damaged", lambda *_: [tmp_path / "a.json"])
+    code, out, _ = _run(capsys, "verify")
+    assert code == 1
+    assert out.startswith(f"{tmp_path / 'a.json'}: no entries\n")
+
+
+def test_verify_interprets_without_a_card(tmp_path):
+    """From a process without the interpreter: the command runs itself in one with it."""
+    tree = tmp_path / "tree"
+    for package in ("ftkernels", "autotune"):
+        (tree / package).parent.mkdir(exist_ok=True)
+        os.symlink(ROOT / package, tree / package)
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-m", "autotune", "verify", "rms_norm"], cwd=tree, text=True,
+        capture_output=True, env=environment, check=False,
+    )  # fmt: skip
+    assert done.stdout == "0 entries looked up, 0 of them run by value\n", done.stderr
+    assert done.returncode == 0
+
+
+@pytest.mark.skipif(
+    backend.interpreted(), reason="offline compiles need a process without TRITON_INTERPRET"
+)
+def test_report_shows_an_entry_beside_its_default(tmp_path, monkeypatch, capsys):
+    from ftkernels.sampling import adjust
+
+    default = adjust.default_config({"N": 20000})
+    entry = {
+        "key": {"N": 8192}, "config": {"block_n": 64, "num_warps": 2}, "us": 1.5, "default_us": 2.0,
+        "source": "modelled", "triton": triton.__version__,
+        "source_hash": config.source_hash(adjust.default_config),
+    }  # fmt: skip
+    head = {"op": "adjust_logits", "gpu": GPU, "schema": 1}
+    path = tmp_path / GPU / "adjust_logits.json"
+    path.parent.mkdir()
+    path.write_text(json.dumps({**head, "entries": [entry]}))
+    monkeypatch.setattr(config, "_ROOT", tmp_path)
+    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    code, out, _ = _run(capsys, "report", "adjust_logits", "--jobs", "1", "--json")
+    assert code == 0
+    (row,) = json.loads(out)
+    assert (row["source"], row["before"]["us"], row["after"]["us"]) == ("modelled", 2.0, 1.5)
+    assert row["before"]["config"] == vars(default)
+    assert row["after"]["config"] == {"block_n": 64, "num_warps": 2}
+    assert row["after"]["spill_bytes"] == 0
+    assert row["after"]["registers"] > 0
+    code, out, _ = _run(capsys, "report", "adjust_logits", "--jobs", "1")
+    assert "block_n=64 num_warps=2" in out
+    assert "2 -> 1.5" in out
