@@ -17,6 +17,8 @@ try:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
     from rich.table import Table
 
+    from autotune.commands_tune import tune
+    from autotune.commands_verify import report, verify
     from autotune.ops import chosen
 except ModuleNotFoundError as missing:
     package = str(missing.name).partition(".")[0]
@@ -35,7 +37,12 @@ _PIPE_COLUMNS = 240  # of a table that no terminal bounds
 
 @click.group()
 def cli() -> None:
-    """Look at the kernels of ftkernels without a card."""
+    """Look at the kernels of ftkernels without a card, and find their configs."""
+
+
+cli.add_command(tune)
+cli.add_command(verify)
+cli.add_command(report)
 
 
 @cli.command()
