@@ -1,16 +1,31 @@
-"""What each launch of an op uses on a card, compiled without one."""
+"""What each launch of an op uses on a card, compiled without one, and what a static model says."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import cache
 
 import triton
 
-from ftkernels import KernelSpec
+from autotune.search import lookups
+from autotune.static import LaunchFigures, figures
+from ftkernels import KernelSpec, registry, target
 from ftkernels.offline import Compiled, compile_launches
 from ftkernels.spec import Case
-from ftkernels.testing import sass
+
+
+@dataclass(frozen=True)
+class Item:
+    """One case to compile, at a config of its op or at the one that a lookup gives."""
+
+    op: str
+    case: Case
+    config: object = None
 
 
 @dataclass(frozen=True)
@@ -20,86 +35,124 @@ class LaunchRow:
     Args:
         case: the name of the case and its sizes.
         config: the record the op looked up; without a lookup, how the kernel was launched.
-        registers: of a thread.
-        spill_bytes: of a thread, stores and loads together.
-        shared_bytes: of a block; `fits` when the card gives a block that much.
-        warps_per_sm: warps that one SM holds at a time.
-        mma: the matrix instruction used most, None without any.
-        issue_per_kmac, ceiling_tflops, bound: issue slots for 1024 multiply-accumulates, the rate
-            that they allow and what sets it; None without matrix work.
-        source: "default", or the entry's "measured" or "modelled".
+        source: "default", the entry's "measured" or "modelled", or "candidate".
+        figures: what it uses, and the static model's figures.
     """
 
     op: str
-    kernel: str
     case: Mapping[str, object]
     config: Mapping[str, object]
     triton: str
-    registers: int
-    spill_bytes: int
-    shared_bytes: int
-    fits: bool
-    warps_per_sm: int
-    mma: str | None
-    issue_per_kmac: float | None
-    ceiling_tflops: float | None
-    bound: str | None
     source: str
+    figures: LaunchFigures
 
     @property
     def is_sound(self) -> bool:
         """Whether the kernel can be launched and spills nothing."""
-        return self.fits and self.spill_bytes == 0
+        return self.figures.fits and self.figures.spill_bytes == 0
 
     def as_dict(self) -> dict[str, object]:
-        """For JSON."""
-        return asdict(self)
+        """For JSON; all that is not counted or compiled is under `static_model`."""
+        x = self.figures
+        return {
+            "op": self.op, "kernel": x.kernel, "case": dict(self.case),
+            "config": dict(self.config), "triton": self.triton, "registers": x.registers,
+            "spill_bytes": x.spill_bytes, "shared_bytes": x.shared_bytes, "fits": x.fits,
+            "warps_per_sm": x.warps_per_sm, "mma": x.mma, "issue_per_kmac": x.issue_per_kmac,
+            "ceiling_tflops": x.ceiling_tflops, "bound": x.bound, "source": self.source,
+            "static_model": asdict(x),
+        }  # fmt: skip
 
 
-def work_list(specs: Sequence[KernelSpec]) -> list[tuple[KernelSpec, Case]]:
-    """Every case of every op, in the order of the registry."""
-    return [(spec, case) for spec in specs for case in spec.cases]
+def work_list(
+    specs: Sequence[KernelSpec], *, arch: int = 89, candidates: bool = False
+) -> list[Item]:
+    """Every case of every op, in the order of the registry; with `candidates` at each of them."""
+    items = []
+    for spec in specs:
+        for case in spec.cases:
+            items.append(Item(spec.name, case))
+            if candidates:
+                items += [Item(spec.name, case, x) for x in _candidates(spec, case, arch)]
+    return items
+
+
+def _candidates(spec: KernelSpec, case: Case, arch: int) -> list[object]:
+    card, found = target.of_arch(arch), lookups(spec, case, arch)
+    keys = [x.key for x in found if x.op == spec.name]
+    used = [x.config for x in found]
+    tried = [record for key in keys[:1] for record in spec.candidates(key, card)]
+    return [record for record in tried if record not in used]
 
 
 def inspect(
-    work: Sequence[tuple[KernelSpec, Case]], *, arch: int, advance: Callable[[str], None]
+    work: Sequence[Item], *, arch: int, advance: Callable[[str], None], jobs: int | None = None
 ) -> list[LaunchRow]:
-    """Compile every launch at its shipped or default config.
+    """Compile every launch of the given cases.
 
     Args:
         arch: compute capability times ten.
-        advance: told the name of the op before each case.
+        advance: told the name of the op after each case.
+        jobs: processes that compile, None for one a core; with 1 this process does.
+
+    Returns:
+        The rows of every case, in the order of `work`.
 
     Raises:
         RuntimeError: kernels are interpreted in this process.
-        ValueError: no facts are known for `arch`.
+        ValueError: no facts are known for `arch`, or an op claims more work than it does.
     """
-    rows = []
-    for spec, case in work:
-        advance(spec.name)
-        rows += [_row(spec.name, case, x) for x in compile_launches(spec, case, arch=arch)]
+    rows: list[LaunchRow] = []
+    for item, found in zip(work, _compiled(work, arch, jobs or os.cpu_count() or 1), strict=True):
+        rows += found
+        advance(item.op)
     return rows
 
 
-def _row(op: str, case: Case, compiled: Compiled) -> LaunchRow:
-    launch, found = compiled.launch, compiled.found
-    report = launch.report
+def _compiled(work: Sequence[Item], arch: int, jobs: int) -> Iterator[list[LaunchRow]]:
+    arches = [arch] * len(work)
+    if jobs == 1 or len(work) < 2:
+        yield from map(rows_of, work, arches)
+        return
+    # a capture patches the driver of its whole process
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(jobs, mp_context=context, initializer=_ignore_interrupts) as pool:
+        try:
+            yield from pool.map(rows_of, work, arches)
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _ignore_interrupts() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the command ends its workers itself
+
+
+def rows_of(item: Item, arch: int) -> list[LaunchRow]:
+    """The launches of one case."""
+    spec = _specs()[item.op]
+    compiled = compile_launches(spec, item.case, arch=arch, config=item.config)
+    return launch_rows(spec, item.case, compiled)
+
+
+def launch_rows(
+    spec: KernelSpec, case: Case, compiled: Sequence[Compiled]
+) -> list[LaunchRow]:  # fmt: skip
+    """The launches of one case that are compiled already."""
+    found = figures(spec, case, compiled)
+    return [_row(spec.name, case, x, y) for x, y in zip(compiled, found, strict=True)]
+
+
+@cache
+def _specs() -> Mapping[str, KernelSpec]:
+    return {spec.name: spec for spec in registry()}
+
+
+def _row(op: str, case: Case, compiled: Compiled, found: LaunchFigures) -> LaunchRow:
+    lookup, launch = compiled.found, compiled.launch
     launched = {name: launch.config[name] for name in ("num_warps", "num_stages")}
-    has_mma = "mma." in report.ptx  # spares printing machine code that has none
+    source = "default" if lookup is None else lookup.source
     return LaunchRow(
-        op=op,
-        kernel=launch.name,
-        case=dict(case),
-        config=launched if found is None else dict(vars(found.config)),
-        triton=triton.__version__,
-        registers=report.regs,
-        spill_bytes=report.spill_bytes,
-        shared_bytes=report.shared,
-        fits=report.fits,
-        warps_per_sm=report.blocks_per_sm * report.num_warps,
-        mma=sass.mma_kind(report.sass) if has_mma else None,
-        issue_per_kmac=None,
-        ceiling_tflops=None,
-        bound=None,
-        source="default" if found is None else found.source,
-    )
+        op=op, case=dict(case), config=launched if lookup is None else dict(vars(lookup.config)),
+        triton=triton.__version__, source="candidate" if source == "pinned" else source,
+        figures=found,
+    )  # fmt: skip

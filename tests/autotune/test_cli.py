@@ -1,11 +1,13 @@
 """`ft-autotune` from the shell: rows, table, exit codes, refusals.
 
 Mutants tried: progress on stdout, exit 0 for a kernel that spills, the reference ops listed, rows
-of the wrong arch.
+of the wrong arch; a worse figure that exits 0, a contract of another Triton compared, unsound
+figures committed, candidates that fail the command, loops unasked for.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -15,13 +17,15 @@ from pathlib import Path
 import pytest
 import triton
 
-from autotune import cli, inspect
+from autotune import cli, contract, inspect
+from autotune.static import LaunchFigures, LoopFigures
 from ftkernels import backend, registry
 
 ROOT = Path(__file__).parents[2]
 KEYS = [
     "op", "kernel", "case", "config", "triton", "registers", "spill_bytes", "shared_bytes", "fits",
     "warps_per_sm", "mma", "issue_per_kmac", "ceiling_tflops", "bound", "source",
+    "static_model",
 ]  # fmt: skip
 needs_compiler = pytest.mark.skipif(
     backend.interpreted(), reason="offline compiles need a process without TRITON_INTERPRET"
@@ -29,20 +33,36 @@ needs_compiler = pytest.mark.skipif(
 
 
 def _run(capsys, *args: str) -> tuple[int, str, str]:
+    # one process: what a test replaces is replaced there
+    if args[:1] == ("inspect",) and "--jobs" not in args:
+        args = (*args, "--jobs", "1")
     with pytest.raises(SystemExit) as end:
         cli.main(args)
     out, err = capsys.readouterr()
     return int(end.value.code or 0), out, err
 
 
-def _row(**changes: object) -> inspect.LaunchRow:
-    sound = inspect.LaunchRow(
-        op="rms_norm", kernel="_rms_norm_kernel", case={"name": "small", "T": 5},
-        config={"block_d": 128, "num_warps": 1}, triton="3.7.1", registers=40, spill_bytes=0,
-        shared_bytes=1024, fits=True, warps_per_sm=24, mma=None, issue_per_kmac=None,
-        ceiling_tflops=None, bound=None, source="default",
+_LOOP = LoopFigures(
+    why=("mma",), passes=8.0, useful_macs=4096.0, mma_macs=8192, mma={"QMMA.16832.F32": 2},
+    slots=40, loads={16: 3}, copies=2, load_bytes=6144, store_bytes=0,
+    cycles={"tensor": 16.0, "issue": 10.0}, bound="tensor",
+)  # fmt: skip
+_FIGURES = LaunchFigures(
+    kernel="_rms_norm_kernel", grid=(5, 1, 1), blocks=5, registers=40, spill_bytes=0,
+    shared_bytes=1024, fits=True, blocks_per_sm=24, warps_per_sm=24, mma=None, issue_per_kmac=None,
+    issue_per_filled_kmac=None, ceiling_tflops=None, block_tflops=None, bound="dram",
+    load_bytes=2000.0, store_bytes=1000.0, useful_bytes=2000.0, wide_share=1.0, issue_per_kib=50.0,
+    ceiling_gb_per_s=900.0, chip_us=0.1, dram_us=0.2, l2_us=0.05, us=0.2, loops=(),
+    rest=dataclasses.replace(_LOOP, why=(), passes=1.0, useful_macs=0.0, mma_macs=0, mma={}),
+)  # fmt: skip
+
+
+def _row(name: str = "small", source: str = "default", **changes: object) -> inspect.LaunchRow:
+    return inspect.LaunchRow(
+        op="rms_norm", case={"name": name, "T": 5}, config={"block_d": 128, "num_warps": 1},
+        triton="3.7.1", source=source,
+        figures=dataclasses.replace(_FIGURES, **changes),  # type: ignore[arg-type]
     )  # fmt: skip
-    return inspect.LaunchRow(**{**vars(sound), **changes})  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -50,7 +70,7 @@ def shown(monkeypatch):
     """Lets `inspect` find the given rows."""
 
     def show(*rows: inspect.LaunchRow) -> None:
-        monkeypatch.setattr(inspect, "inspect", lambda work, *, arch, advance: list(rows))
+        monkeypatch.setattr(inspect, "inspect", lambda work, *, arch, advance, jobs: list(rows))
         monkeypatch.setattr(backend, "interpreted", lambda: False)
 
     return show
@@ -76,29 +96,36 @@ def test_json_has_a_row_per_launch(arch, capsys):
         assert 0 < row["registers"] <= 255
         assert (row["spill_bytes"], row["fits"], row["source"]) == (0, True, "default")
         assert row["warps_per_sm"] >= row["config"]["num_warps"]
-        assert [row[k] for k in ("mma", "issue_per_kmac", "ceiling_tflops", "bound")] == [None] * 4
+        assert [row[k] for k in ("mma", "issue_per_kmac", "ceiling_tflops")] == [None] * 3
+        assert row["bound"] in ("dram", "l2", "issue", "alu", "memory", "fma", "special")
+        assert row["static_model"]["us"] > 0
 
 
 @needs_compiler
-def test_an_op_of_two_launches_has_two_rows(capsys):
+def test_an_op_of_two_launches_has_two_rows(monkeypatch, capsys):
+    whole = inspect.work_list
+    monkeypatch.setattr(inspect, "work_list", lambda specs, **kwargs: whole(specs, **kwargs)[:3])
     _, out, _ = _run(capsys, "inspect", "moe_gemm_fp4", "--json")
     spec = next(x for x in registry() if x.name == "moe_gemm_fp4")
     rows = json.loads(out)
-    assert len(rows) == sum(spec.launches(case) for case in spec.cases)
+    assert len(rows) == sum(spec.launches(case) for case in spec.cases[:3])
     assert len({row["kernel"] for row in rows}) == 2
 
 
 @needs_compiler
 def test_table_has_the_same_numbers(capsys):
-    code, out, _ = _run(capsys, "inspect", "swiglu_clamp")
+    code, out, _ = _run(capsys, "inspect", "swiglu_clamp", "--jobs", "2")
     assert code == 0
     _, text, _ = _run(capsys, "inspect", "swiglu_clamp", "--json")
     lines = out.splitlines()
-    assert lines[0].split() == ["launches", "on", "sm_89"]
+    assert lines[0].startswith("launches on sm_89: ")
+    assert lines[0].strip().endswith("by a static model, no times")
     assert len(lines) == 2 + len(json.loads(text))
     for line, row in zip(lines[2:], json.loads(text), strict=True):
         numbers = [row["registers"], row["spill_bytes"], row["shared_bytes"], row["warps_per_sm"]]
-        assert line.split()[-7:] == [*map(str, numbers), "yes", "-", "default"]
+        assert line.split()[-13:-8] == [*map(str, numbers), "yes"]
+        assert line.split()[-8:-5] == ["-", "-", "-"]
+        assert line.split()[-3:] == ["-", row["bound"], "default"]
         assert row["case"]["name"] in line
         assert f"num_warps={row['config']['num_warps']}" in line
 
@@ -130,8 +157,8 @@ def test_a_tuned_entry_is_named_as_the_source(tmp_path, monkeypatch, capsys):
 def test_without_names_every_op_with_kernels_is_compiled(shown, monkeypatch, capsys):
     asked = []
 
-    def note(work, *, arch, advance):
-        asked.extend((spec.name, arch) for spec, _ in work)
+    def note(work, *, arch, advance, jobs):
+        asked.extend((item.op, arch) for item in work)
         return []
 
     shown()
@@ -151,6 +178,91 @@ def test_a_launch_that_spills_or_does_not_fit_fails(change, shown, capsys):
     assert last == "ft-autotune: 1 of 2 launches spill or do not fit: _bad_kernel"
 
 
+def test_an_unsound_candidate_is_no_failure(shown, capsys):
+    shown(_row(), _row(source="candidate", spill_bytes=8))
+    assert _run(capsys, "inspect", "--candidates", "--json")[0] == 0
+
+
+def test_loops_have_a_table_of_their_own(shown, capsys):
+    shown(_row(mma="QMMA.16832.F32", loops=(_LOOP,)))
+    _, plain, _ = _run(capsys, "inspect")
+    assert "loops on" not in plain
+    code, out, _ = _run(capsys, "inspect", "--loops")
+    assert code == 0
+    assert out.startswith(plain)
+    title, _, loop, rest = out.removeprefix(plain).splitlines()
+    assert title.strip() == "loops on sm_89, a pass of one block; a static model, no times"
+    # 1024 * 40 slots over 4096 useful multiply-adds
+    assert loop.split()[-12:] == [
+        "8.00", "QMMA.16832.F32", "x2", "4096", "40", "10.00", "16x3", "2", "6144", "0", "tensor",
+        "16",
+    ]  # fmt: skip
+    assert "rest" in rest
+
+
+@pytest.fixture
+def committed(tmp_path, monkeypatch):
+    """A contract of its own, with the given rows."""
+    path = tmp_path / "contract.json"
+    monkeypatch.setattr(contract, "COMMITTED", path)
+    monkeypatch.setattr(contract.read, "__defaults__", (path,))
+    monkeypatch.setattr(contract.write, "__defaults__", (path,))
+    return path
+
+
+def test_the_contract_is_written_and_compared(committed, shown, capsys):
+    shown(_row("flash-t1"))
+    code, out, err = _run(capsys, "inspect", "--write-contract")
+    assert (code, out) == (0, "")
+    assert err.endswith("ft-autotune: 1 launches in contract.json\n")
+    assert json.loads(committed.read_text())["triton"] == "3.7.1"
+    code, out, err = _run(capsys, "inspect", "--diff", "--json")
+    assert (code, out) == (0, "[]\n")
+
+    shown(_row("flash-t1", registers=50))
+    code, out, err = _run(capsys, "inspect", "--diff", "--json")
+    assert code == 0
+    assert json.loads(out) == [
+        {"op": "rms_norm", "case": "flash-t1", "kernel": "_rms_norm_kernel",
+         "figure": "registers", "committed": 40, "now": 50, "fails": False}
+    ]  # fmt: skip
+
+    shown(_row("flash-t1", wide_share=0.5))
+    code, out, err = _run(capsys, "inspect", "--diff")
+    assert code == 1
+    assert "WORSE" in out
+    assert "a static model, no times" in " ".join(out.split())
+    assert err.splitlines()[-2:] == [
+        "ft-autotune: rms_norm flash-t1 _rms_norm_kernel: wide_share was 1.0, is 0.5",
+        "ft-autotune: 1 figures are worse than the contract lets them",
+    ]
+
+
+def test_unsound_figures_are_not_committed(committed, shown, capsys):
+    shown(_row("flash-t1", spill_bytes=16))
+    code, _, err = _run(capsys, "inspect", "--write-contract")
+    assert code == 1
+    assert "1 of 1 launches spill or do not fit" in err
+    assert not committed.exists()
+
+
+def test_a_contract_of_another_triton_is_no_measure(committed, shown, capsys):
+    shown(_row("flash-t1"))
+    assert _run(capsys, "inspect", "--write-contract")[0] == 0
+    shown(dataclasses.replace(_row("flash-t1"), triton="3.9.0"))
+    code, out, err = _run(capsys, "inspect", "--diff")
+    assert (code, out) == (1, "")
+    assert err.endswith("triton is 3.9.0, expected 3.7.1, which the contract is of\n")
+
+
+def test_a_missing_contract_is_one_sentence(committed, shown, capsys):
+    shown(_row("flash-t1"))
+    code, out, err = _run(capsys, "inspect", "--diff")
+    assert (code, out) == (1, "")
+    assert err.strip().startswith("ft-autotune: contract: ")
+    assert "is unreadable, expected figures" in err
+
+
 def test_sound_launches_pass(shown, capsys):
     shown(_row())
     assert _run(capsys, "inspect", "--json")[0] == 0
@@ -168,6 +280,19 @@ def test_sound_launches_pass(shown, capsys):
             ["inspect", "rope_tables"],
             "OP is 'rope_tables', which runs its reference only, expected an op with kernels",
         ),
+        (
+            ["inspect", "--diff", "--write-contract"],
+            "--write-contract is given with --diff, expected one of the two",
+        ),
+        (
+            ["inspect", "--diff", "--arch", "90"],
+            "--arch 90 is given with a contract, expected --arch 89 alone",
+        ),
+        (
+            ["inspect", "--write-contract", "--candidates"],
+            "--candidates is given with a contract, expected --arch 89 alone",
+        ),
+        (["inspect", "--jobs", "0"], "Invalid value for '--jobs': 0 is not in the range"),
         (["inspect", "--arch", "86"], "Invalid value for '--arch': '86' is not one of"),
         (["inspect", "--fast"], "No such option"),
         (["tuna"], "No such command 'tuna'"),
@@ -184,8 +309,9 @@ def test_wrong_command_lines_exit_2_with_one_sentence(args, sentence, capsys):
 def test_help_names_what_exists(capsys):
     code, out, _ = _run(capsys, "inspect", "--help")
     assert code == 0
-    assert "--arch" in out
-    assert "--json" in out
+    for option in ("--arch", "--json", "--candidates", "--loops", "--diff", "--write-contract"):
+        assert option in out
+    assert "a static model of the machine code, no time" in " ".join(out.split())
 
 
 def _python(*args: str, **env: str) -> subprocess.CompletedProcess[str]:

@@ -1,0 +1,134 @@
+"""The command `ft-autotune inspect`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+from autotune.ops import chosen
+
+if TYPE_CHECKING:
+    from autotune.inspect import Item, LaunchRow
+
+_ARCHES = click.Choice(("89", "90", "120"))
+
+
+@click.command()
+@click.argument("ops", nargs=-1, metavar="[OP ...]")
+@click.option(
+    "--arch", type=_ARCHES, default="89", show_default=True, help="Compute capability times ten."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON array instead of a table.")
+@click.option("--candidates", is_flag=True, help="Also every config that a search would try.")
+@click.option("--loops", is_flag=True, help="Also a table of every loop that matters.")
+@click.option(
+    "--diff", is_flag=True,
+    help="Print what differs from bench_kernels/contract.json instead; sm_89 only.",
+)  # fmt: skip
+@click.option(
+    "--write-contract", is_flag=True,
+    help="Write the figures to bench_kernels/contract.json instead; with OP theirs alone.",
+)
+@click.option("--jobs", type=click.IntRange(1), help="Processes that compile; default: all cores.")
+def inspect(
+    ops: tuple[str, ...], arch: str, as_json: bool, candidates: bool, loops: bool, diff: bool,
+    write_contract: bool, jobs: int | None,
+) -> None:  # fmt: skip
+    """Compile every launch of the named ops (without names: all) and show what it uses.
+
+    Registers, spills and shared memory are the compiler's; all else is a static model of the
+    machine code, no time. Exits 1 when a kernel spills or needs more shared memory than the card
+    gives, with --diff when a figure got worse than the contract lets it.
+    """
+    from autotune import contract, launch_tables
+    from autotune.inspect import work_list
+
+    if write_contract and diff:
+        raise click.UsageError("--write-contract is given with --diff, expected one of the two")
+    if (write_contract or diff) and (candidates or arch != "89"):
+        other = "--candidates" if candidates else f"--arch {arch}"
+        raise click.UsageError(f"{other} is given with a contract, expected --arch 89 alone")
+    work = work_list(chosen(ops), arch=int(arch), candidates=candidates)
+    if write_contract or diff:
+        work = [item for item in work if contract.is_held(item.case)]
+    rows = _inspected(work, int(arch), jobs)
+    if write_contract:
+        _write(rows)
+        return
+    if diff:
+        _print_changes(rows, as_json)
+        return
+    if as_json:
+        click.echo(json.dumps([row.as_dict() for row in rows]))
+    else:
+        launch_tables.print_launches(rows, arch)
+        if loops:
+            launch_tables.print_loops(rows, arch)
+    # a candidate may be unsound: that is what a search finds out
+    _refuse_unsound([row for row in rows if row.source != "candidate"])
+
+
+def _inspected(work: Sequence[Item], arch: int, jobs: int | None) -> list[LaunchRow]:
+    from autotune.inspect import inspect as inspect_launches
+    from ftkernels import backend
+
+    if backend.interpreted():
+        raise click.ClickException("TRITON_INTERPRET is on, expected a process without it")
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("compile", total=len(work))
+
+        def advance(op: str) -> None:
+            progress.update(task, description=f"compile {op}", advance=1)
+
+        return inspect_launches(work, arch=arch, advance=advance, jobs=jobs)
+
+
+def _refuse_unsound(rows: Sequence[LaunchRow]) -> None:
+    unsound = [row for row in rows if not row.is_sound]
+    if unsound:
+        names = sorted({row.figures.kernel for row in unsound})
+        raise click.ClickException(
+            f"{len(unsound)} of {len(rows)} launches spill or do not fit: {', '.join(names)}"
+        )
+
+
+def _write(rows: Sequence[LaunchRow]) -> None:
+    from autotune import contract
+
+    _refuse_unsound(rows)
+    if not rows:
+        raise click.UsageError("OP has no case that the contract holds, expected one that has")
+    try:
+        count = contract.write(rows)
+    except ValueError as error:
+        raise click.ClickException(str(error)) from None
+    click.echo(f"ft-autotune: {count} launches in {contract.COMMITTED.name}", err=True)
+
+
+def _print_changes(rows: Sequence[LaunchRow], as_json: bool) -> None:
+    from autotune import contract, launch_tables
+
+    try:
+        committed = contract.read()
+    except ValueError as error:
+        raise click.ClickException(str(error)) from None
+    if rows and rows[0].triton != committed.triton:
+        raise click.ClickException(
+            f"triton is {rows[0].triton}, expected {committed.triton}, which the contract is of"
+        )
+    found = committed.changes(rows)
+    if as_json:
+        click.echo(json.dumps([vars(change) for change in found]))
+    else:
+        launch_tables.print_changes(found)
+    failing = [change for change in found if change.fails]
+    for change in failing:
+        click.echo(f"ft-autotune: {change}", err=True)
+    if failing:
+        raise click.ClickException(f"{len(failing)} figures are worse than the contract lets them")

@@ -1,0 +1,183 @@
+"""The committed figures of the model's shapes on sm_89, and what may not get worse.
+
+The figures are compiled or read off machine code and so a static model: none is a time.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from autotune.inspect import LaunchRow
+from autotune.static import LaunchFigures
+from ftkernels.spec import Case
+
+Entry = Mapping[str, Any]
+ARCH = 89
+SHARED_BYTES = 101376  # of a block on sm_89, by the vendor's table
+COMMITTED = Path(__file__).parents[1] / "bench_kernels" / "contract.json"
+_ISSUE_TOLERANCE = 0.05
+_WIDE_TOLERANCE = 0.01
+_RANKS = re.compile(r"\btp(\d+)\b")
+_HELD_RANKS = ("1", "8")
+
+
+@dataclass(frozen=True)
+class Change:
+    """A figure of one launch that is not what was committed; `fails` when it may not be."""
+
+    op: str
+    case: str
+    kernel: str
+    figure: str
+    committed: object
+    now: object
+    fails: bool
+
+    def __str__(self) -> str:
+        return (
+            f"{self.op} {self.case} {self.kernel}: {self.figure} was {self.committed}, "
+            f"is {self.now}"
+        )
+
+
+def is_held(case: Case) -> bool:
+    """Whether the contract has figures of a case: those of Flash, on one card or eight."""
+    name = str(case.get("name", ""))
+    named = _RANKS.search(name)
+    return name.startswith("flash") and (named is None or named[1] in _HELD_RANKS)
+
+
+def entry(row: LaunchRow) -> dict[str, object]:
+    """What is committed of a launch."""
+    x = row.figures
+    return {
+        "kernel": x.kernel, "registers": x.registers, "spill_bytes": x.spill_bytes,
+        "shared_bytes": x.shared_bytes, "warps_per_sm": x.warps_per_sm, "mma": _mma(x),
+        "copies": sum(loop.copies for loop in (*x.loops, x.rest)),
+        "wide_share": round(x.wide_share, 3), "issue_per_kmac": _rounded(x.issue_per_kmac),
+        "ceiling_tflops": _rounded(x.ceiling_tflops), "bound": x.bound,
+    }  # fmt: skip
+
+
+def _mma(figures: LaunchFigures) -> dict[str, int]:
+    """How often each matrix instruction stands in the code."""
+    total = Counter[str]()
+    for loop in (*figures.loops, figures.rest):
+        total.update(loop.mma)
+    return dict(sorted(total.items()))
+
+
+def _rounded(figure: float | None) -> float | None:
+    return None if figure is None else round(figure, 3)
+
+
+def changes(
+    op: str, case: Case, rows: Sequence[LaunchRow], committed: Sequence[Entry]
+) -> list[Change]:
+    """What differs between the launches of a case and their committed figures."""
+    name, now, found = str(case["name"]), [entry(row) for row in rows], []
+    before, after = ([str(x["kernel"]) for x in entries] for entries in (committed, now))
+    if before != after:
+        return [Change(op, name, "all", "launches", before or "not committed", after, True)]
+    for old, new, kernel in zip(committed, now, after, strict=True):
+        for figure, value in new.items():
+            if old[figure] != value or _unsound(figure, new):
+                fails = _fails(figure, old, new)
+                found.append(Change(op, name, kernel, figure, old[figure], value, fails))
+    return found
+
+
+def _unsound(figure: str, new: Entry) -> bool:
+    if figure == "spill_bytes":
+        return bool(new[figure])
+    return figure == "shared_bytes" and bool(new[figure] > SHARED_BYTES)
+
+
+def _fails(figure: str, old: Entry, new: Entry) -> bool:
+    if _unsound(figure, new):
+        return True
+    if figure == "mma":
+        return any(new[figure].get(kind, 0) < number for kind, number in old[figure].items())
+    if figure == "copies":
+        return bool(new[figure] < old[figure])
+    if figure == "wide_share":
+        return bool(new[figure] < old[figure] - _WIDE_TOLERANCE)
+    if figure == "issue_per_kmac" and old[figure] is not None:
+        return new[figure] is None or bool(new[figure] > old[figure] * (1 + _ISSUE_TOLERANCE))
+    return False
+
+
+@dataclass(frozen=True)
+class Contract:
+    """Committed figures by op and case, of one Triton version."""
+
+    triton: str
+    launches: Mapping[tuple[str, str], Sequence[Entry]]
+
+    def of(self, op: str, case: Case) -> Sequence[Entry]:
+        """The launches of a case in order; none when it is not committed."""
+        return self.launches.get((op, str(case.get("name", ""))), ())
+
+    def changes(self, rows: Sequence[LaunchRow]) -> list[Change]:
+        """What differs in the held cases among `rows`."""
+        found = []
+        for (op, _), part in by_case(rows).items():
+            found += changes(op, part[0].case, part, self.of(op, part[0].case))
+        return found
+
+
+def by_case(rows: Sequence[LaunchRow]) -> dict[tuple[str, str], list[LaunchRow]]:
+    """The rows of each held case, in order."""
+    found: dict[tuple[str, str], list[LaunchRow]] = {}
+    for row in rows:
+        if is_held(row.case):
+            found.setdefault((row.op, str(row.case["name"])), []).append(row)
+    return found
+
+
+def read(path: Path = COMMITTED) -> Contract:
+    """The committed figures.
+
+    Raises:
+        ValueError: there are none, or the file is damaged.
+    """
+    try:
+        data = json.loads(path.read_text())
+        launches: dict[tuple[str, str], list[Entry]] = {}
+        for launch in data["launches"]:
+            launches.setdefault((launch["op"], launch["case"]), []).append(launch)
+        return Contract(str(data["triton"]), launches)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"contract: {path} is unreadable, expected figures: {error}") from None
+
+
+def write(rows: Sequence[LaunchRow], path: Path = COMMITTED) -> int:
+    """Commit the held cases of `rows`; those of ops that are not among them stay as they are.
+
+    Returns:
+        The number of launches in the file.
+
+    Raises:
+        ValueError: the others' figures are damaged, or of another Triton.
+    """
+    ops, version = {row.op for row in rows}, rows[0].triton
+    launches: dict[tuple[str, str], list[Entry]] = {}
+    if path.exists():
+        before = read(path)
+        launches = {key: list(x) for key, x in before.launches.items() if key[0] not in ops}
+        if launches and before.triton != version:
+            raise ValueError(
+                f"contract: triton is {version}, expected {before.triton} as for the other ops"
+            )
+    for key, part in by_case(rows).items():
+        launches[key] = [{"op": key[0], "case": key[1], **entry(row)} for row in part]
+    lines = [json.dumps(x) for key in sorted(launches) for x in launches[key]]
+    head = f'{{"triton": "{version}", "arch": {ARCH}, "launches": [\n'
+    path.write_text(head + ",\n".join(lines) + "\n]}\n")
+    return len(lines)
