@@ -61,7 +61,8 @@ def entry(row: LaunchRow) -> dict[str, object]:
         "shared_bytes": x.shared_bytes, "warps_per_sm": x.warps_per_sm, "mma": _mma(x),
         "copies": sum(loop.copies for loop in (*x.loops, x.rest)),
         "wide_share": round(x.wide_share, 3), "issue_per_kmac": _rounded(x.issue_per_kmac),
-        "ceiling_tflops": _rounded(x.ceiling_tflops), "bound": x.bound,
+        "ceiling_tflops": _rounded(x.ceiling_tflops),
+        "ceiling_gb_per_s": _rounded(x.ceiling_gb_per_s), "us": _rounded(x.us), "bound": x.bound,
     }  # fmt: skip
 
 
@@ -87,9 +88,10 @@ def changes(
         return [Change(op, name, "all", "launches", before or "not committed", after, True)]
     for old, new, kernel in zip(committed, now, after, strict=True):
         for figure, value in new.items():
-            if old[figure] != value or _unsound(figure, new):
+            was = old.get(figure)
+            if was != value or _unsound(figure, new):
                 fails = _fails(figure, old, new)
-                found.append(Change(op, name, kernel, figure, old[figure], value, fails))
+                found.append(Change(op, name, kernel, figure, was, value, fails))
     return found
 
 
