@@ -74,21 +74,23 @@ def default_config(key: Case) -> LinearConfig:
 
 
 def candidates(key: Case, target: Target) -> Iterable[LinearConfig]:
+    base = default_config(key)
     if key["bits"] == 32 or (key["K"] % BLOCK and not key["gemv"]):
-        yield default_config(key)
-    elif key["gemv"]:
-        # wider tiles of tokens hold idle ones, narrower ones read the weight again
-        base = default_config(key)
-        for block_n in (16, 32, 64):
-            for tiles in (base.tiles // 2, base.tiles, 2 * base.tiles):
-                for stages in (2, 3):
-                    if 1 <= tiles <= 8:
-                        yield replace(base, block_n=block_n, tiles=tiles, num_stages=stages)
-    else:
-        for block_t, block_n, warps in ((64, 64, 4), (64, 128, 4), (64, 128, 8), (128, 128, 8)):
-            for tiles in (8, 32):
-                for stages in (2, 3, 4):
-                    yield LinearConfig(block_t, block_n, tiles, warps, stages)
+        return
+    if key["gemv"]:
+        # a block's rows cut otherwise, half and twice as many, and a stage less: tiles of tokens
+        # stay, since wider ones hold idle tokens and narrower ones read the weight again
+        n, tiles = base.block_n, base.tiles
+        yield replace(base, num_stages=2)
+        pairs = ((n // 2, 2 * tiles), (2 * n, tiles // 2), (n, tiles // 2), (n, 2 * tiles))
+        for rows, count in pairs:
+            if 1 <= count <= 8:
+                yield replace(base, block_n=rows, tiles=count)
+        return
+    yield replace(base, tiles=8)
+    for block_t, block_n, warps in ((64, 64, 4), (64, 128, 4), (64, 128, 8), (128, 128, 8)):
+        for stages in (3, 4):
+            yield LinearConfig(block_t, block_n, 32, warps, stages)
 
 
 def work(rows: int, groups: int, n: int, k: int, kernel: str, config: Case) -> Work | None:

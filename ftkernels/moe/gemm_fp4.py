@@ -227,7 +227,7 @@ def default_config(key: Case) -> GemmConfig:
 
 
 def candidates(key: Case, target: Target) -> Iterable[GemmConfig]:
-    for block_n, warps, stages in itertools.product((64, 128, 256), (4, 8), (2, 3, 4)):
+    for block_n, warps, stages in itertools.product((64, 128, 256), (4, 8), (2, 3)):
         # eight warps of 64 rows would share pieces of the MMA
         if block_n == 256 or not (key["quantizes"] or (block_n == 64 and warps == 8)):
             yield GemmConfig(block_n, warps, stages)

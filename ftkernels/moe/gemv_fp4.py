@@ -207,7 +207,7 @@ def default_config(key: Case) -> GemvConfig:
 def candidates(key: Case, target: Target) -> Iterable[GemvConfig]:
     """16 or 32 weight rows a warp."""
     for (block_n, warps), stages in itertools.product(
-        ((32, 2), (64, 2), (64, 4), (128, 4)), (2, 3, 4)
+        ((32, 2), (64, 2), (64, 4), (128, 4)), (3, 4)
     ):
         yield GemvConfig(block_n, warps, stages)
 
