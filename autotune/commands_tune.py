@@ -93,9 +93,9 @@ def _card(top: int, arch: int | None) -> tuple[Card | None, int | None]:
     """The card that measures and its capability; none when another one is asked for."""
     import torch
 
-    from autotune.measure import CudaTimer
     from autotune.tune import Card
     from ftkernels import target
+    from ftkernels.testing.timer import CudaTimer
 
     if not torch.cuda.is_available():
         return None, None

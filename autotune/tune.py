@@ -15,11 +15,12 @@ from typing import Any
 import triton
 
 from autotune import passes, pipes, static, store
-from autotune.measure import Timer, measured
+from autotune.measure import measured
 from autotune.search import Choice, Problem, Trial, choose, refusal
 from autotune.trials import Job, Score, State, run
 from ftkernels import config, registry
 from ftkernels.testing import sass
+from ftkernels.testing.timer import Timer
 
 # what the figures can tell apart: the model leaves out latencies, a card's clock moves
 MODELLED_MARGIN = 0.03

@@ -13,15 +13,15 @@ import pytest
 import torch
 
 from autotune import measure, tune
-from autotune.measure import REPLAYS, measured, median_us, num_bytes, num_sets
+from autotune.measure import measured, median_us
 from autotune.search import Choice, Problem, Trial
 from ftkernels import config
+from ftkernels.testing.timer import REPLAYS
 from tests.autotune.toy import HOST, TOY, Tile, default_tile
 
 DEFAULT, FAST, SLOW, EQUAL = Tile(16, 4), Tile(64, 4), Tile(32, 8), Tile(32, 4)
 US = {DEFAULT: 10.0, FAST: 6.0, SLOW: 20.0, EQUAL: 9.9}
 CASE = {"name": "flash-t1", "T": 1, "I": 128}
-MIB = 1 << 20
 
 
 class FakeCard:
@@ -63,22 +63,6 @@ def card(monkeypatch):
 def _problem(*others: Tile) -> Problem:
     users = (("toy", CASE), ("host", CASE))
     return Problem("toy", config.entry_key({"T": 1, "I": 128}), users, (), (DEFAULT, *others))
-
-
-@pytest.mark.parametrize(
-    ("bytes_each", "l2_bytes", "expected"),
-    [(4 * MIB, 72 * MIB, 36), (5 * MIB, 72 * MIB, 29), (1000 * MIB, 72 * MIB, 2), (1, 72 * MIB, 64),
-     (0, MIB, 64), (72 * MIB, 72 * MIB, 2)],
-    ids=str,
-)  # fmt: skip
-def test_sets_together_are_larger_than_the_cache(bytes_each, l2_bytes, expected):
-    assert num_sets(bytes_each, l2_bytes) == expected
-    assert expected in (2, 64) or expected * bytes_each >= 2 * l2_bytes
-
-
-def test_bytes_are_those_of_all_tensors():
-    x = torch.zeros(3, 5, dtype=torch.bfloat16)
-    assert num_bytes(((x, 7, None), {"y": (x.float(), "a")})) == 30 + 60
 
 
 def test_a_call_takes_the_median_of_its_replays(card):
