@@ -17,6 +17,8 @@ GPU_WORKERS ?=
 TRITONS ?= 3.6.0 3.8.0 3.9.0
 TESTS ?= tests/ftkernels
 K ?=
+# ops whose shipped entries test-triton verifies, all when empty
+OPS ?=
 
 .PHONY: serve test setup lint test-gpu test-triton compile-sm89 bench-decode bench-load \
   bench-scheduler sim
@@ -62,6 +64,8 @@ test-triton: $(TRITONS:%=.venv/triton/%/.ok)
 	  && echo "triton $$version, compiled for sm_89" \
 	  && $(THREADS) $(BIN)/python -m pytest -q -n $(WORKERS) \
 	    $(if $(K),-k '$(K)') tests/rules/test_compile_sm89.py \
+	  && echo "triton $$version, shipped entries by value" \
+	  && $(THREADS) $(BIN)/ft-autotune verify $(OPS) \
 	  || failed="$$failed $$version"; \
 	done; [ -z "$$failed" ] || { echo "failed on triton$$failed"; exit 1; }
 
