@@ -315,6 +315,13 @@ def _rows_scored(case: Case) -> int:
     return sum(rows for rows in seen if rows > case["topk"])
 
 
+def _row_bytes(case: Case) -> int:
+    """Of the index rows that are scored, each read once."""
+    rows, width = (case["pos0"] + case["T"]) // 4, case["Di"]
+    size = width // 2 + width // INDEX_GROUP if case.get("fp4") else 2 * width
+    return rows * size if rows > case["topk"] else 0
+
+
 def _work(case: Case, kernel: str, config: Case) -> Work | None:
     if config["EXACT"]:
         return None
@@ -340,6 +347,6 @@ SPEC = KernelSpec(
         {"name": "flash-c4096-fp4", "T": 4096, "Hi": 64, "Di": 128, "pos0": 12288, "topk": 512,
          "fp4": 1},
     ),
-    bytes_moved=lambda c: 2 * c["T"] * c["Hi"] * c["Di"] + 4 * c["T"] * c["topk"],
+    bytes_moved=lambda c: 2 * c["T"] * c["Hi"] * c["Di"] + 4 * c["T"] * c["topk"] + _row_bytes(c),
     flops=lambda c: 2 * c["Hi"] * c["Di"] * _rows_scored(c), work=_work,
 )  # fmt: skip
