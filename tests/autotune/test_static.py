@@ -71,9 +71,10 @@ def figures(code: str, work=None, useful_bytes=0, **launch):
 
 # what an SM does in a clock, from the vendor's table of arithmetic throughput for capability 8.9
 PER_CLOCK = {"FFMA": 128, "IADD3": 64, "LOP3.LUT": 64, "IMAD": 64, "MUFU.EX2": 16, "F2I": 16,
-             "LDS": 32, "SHFL.IDX": 32}  # fmt: skip
+             "LDS": 32, "SHFL.IDX": 32, "LDL": 32, "STL": 32}  # fmt: skip
 PIPES = {"FFMA": "fma", "IMAD": "fma", "IADD3": "alu", "LOP3.LUT": "alu", "MUFU.EX2": "special",
-         "F2I": "special", "LDS": "memory", "SHFL.IDX": "memory"}  # fmt: skip
+         "F2I": "special", "LDS": "memory", "SHFL.IDX": "memory", "LDL": "memory",
+         "STL": "memory"}  # fmt: skip
 
 
 @pytest.mark.parametrize("opcode", PER_CLOCK)
@@ -87,8 +88,12 @@ def test_cycles_of_a_pipe(opcode, warps):
 
 
 @pytest.mark.parametrize(
-    ("opcode", "bytes_"), [("LDG.E.128", 16), ("LDG.E.64", 8), ("LDG.E.U8", 4), ("STS.128", 16)]
-)
+    ("opcode", "bytes_"),
+    [
+        ("LDG.E.128", 16), ("LDG.E.64", 8), ("LDG.E.U8", 4), ("STS.128", 16),
+        ("LDSM.16.M88.4", 16), ("LDSM.16.MT88.2", 8), ("LDSM.16.M88", 4),
+    ],
+)  # fmt: skip
 def test_wide_accesses_take_longer(opcode, bytes_):
     counts = sass.regions(text((opcode, 3)))[1].counts
     assert pipes.cycles(counts, 4, CARD)["memory"] == 3 * 4 * bytes_ / 4
@@ -200,16 +205,18 @@ def test_loops_without_products_move_the_useful_bytes():
     assert figures(text(loop), useful_bytes=1).loops[0].passes == 1
 
 
-def test_the_cost_is_its_largest_term():
+@pytest.mark.parametrize("products", [40, 10], ids=["busy", "waiting"])
+def test_the_cost_is_its_largest_term(products):
     """Waves, DRAM and L2 in plain Python; 100 registers and 8 warps leave two blocks an SM."""
-    code = text([("LDG.E.128", 4), (BF16, 40)])
-    macs, passes, blocks, useful = 40 * 8 * 2048, 50, 600, 10_000_000
+    code = text([("LDG.E.128", 4), (BF16, products)])
+    macs, passes, blocks, useful = products * 8 * 2048, 50, 600, 10_000_000
     work = Work(blocks, (Loop(passes, macs, macs),))
     found = figures(code, work, useful, grid=(700, 1, 1), warps=8, regs=100, stages=1)
     assert found.blocks_per_sm == 2
-    tensor = 40 * 2 * 2048 / (165e12 / 2 / 128 / 2.52e9 / 4)
+    tensor = products * 2 * 2048 / (165e12 / 2 / 128 / 2.52e9 / 4)
     held = passes * tensor + 1 * 2
-    waiting = passes * max(tensor, 2 * 45, 600 * 2.52) + 2
+    waiting = passes * max(tensor, 2 * (products + 5), 600 * 2.52) + 2
+    assert (2 * held < waiting) == (products == 10)
     full, left = divmod(blocks, 2 * 128)
     cycles = full * max(2 * held, waiting) + max(math.ceil(left / 128) * held, waiting)
     assert found.chip_us == pytest.approx(cycles / 2.52e3)
