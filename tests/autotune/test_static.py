@@ -226,6 +226,12 @@ def test_the_cost_is_its_largest_term(products):
     assert static.score(spec(work, useful), {}, [compiled(code)] * 2) > 0
 
 
+def test_a_block_alone_issues_every_second_cycle():
+    """One warp an SM: 101 instructions take 202 cycles, however idle the pipes are."""
+    found = figures(text(("FADD", 100)), grid=(3, 1, 1), warps=1)
+    assert found.chip_us == pytest.approx(202 / 2.52e3)
+
+
 def test_more_is_never_cheaper():
     code = text([("LDG.E.128", 4), (BF16, 8)])
 
