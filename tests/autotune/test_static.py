@@ -232,6 +232,16 @@ def test_a_block_alone_issues_every_second_cycle():
     assert found.chip_us == pytest.approx(202 / 2.52e3)
 
 
+@pytest.mark.parametrize(
+    ("load", "stages", "under_way"),
+    [("LDG.E.128", 4, 1), ("LDGSTS.E.128", 1, 1), ("LDGSTS.E.128", 2, 1), ("LDGSTS.E.128", 4, 3)],
+)
+def test_asynchronous_copies_of_later_stages_are_under_way(load, stages, under_way):
+    code, macs = text([(load, 1), (BF16, 1)]), 2048
+    found = figures(code, Work(1, (Loop(50, macs, macs),)), warps=1, stages=stages)
+    assert found.chip_us == pytest.approx((50 * 600 * 2.52 / under_way + 2) / 2.52e3)
+
+
 def test_more_is_never_cheaper():
     code = text([("LDG.E.128", 4), (BF16, 8)])
 
