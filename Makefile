@@ -20,8 +20,8 @@ K ?=
 # ops whose shipped entries test-triton verifies, all when empty
 OPS ?=
 
-.PHONY: serve test setup lint test-gpu test-triton compile-sm89 bench-decode bench-load \
-  bench-scheduler sim
+.PHONY: serve test setup lint test-gpu test-triton compile-sm89 bench bench-decode \
+  bench-load bench-scheduler sim
 
 .venv/.ok-%: pyproject.toml constraints.txt
 	@[ "$$(uname -s)-$$(uname -m)" = Linux-x86_64 ] || { \
@@ -77,6 +77,17 @@ test-gpu:
 	  echo "test-gpu needs a CUDA card, and there is none here"; exit 1; }
 	$(PYTHON) -m pytest -q -p no:cacheprovider $(if $(GPU_WORKERS),-n $(GPU_WORKERS)) \
 	  --durations 10 tests/ftkernels
+	@command -v compute-sanitizer >/dev/null || { \
+	  echo "compute-sanitizer is not on the PATH: memory was not checked"; exit 0; }; \
+	PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 1 \
+	  $(PYTHON) -m bench_kernels.small
+
+# every op timed on the card, installs nothing either; without one what a static model says and the
+# terms of a step: ARGS="--seconds 60 mla_decode"
+bench:
+	@$(PYTHON) -c 'import torch, triton' 2>/dev/null || { \
+	  echo "PYTHON is $(PYTHON), expected an interpreter with torch and triton"; exit 1; }
+	@$(PYTHON) -m bench_kernels $(ARGS)
 
 # decode speed on the CPU as a ratio to transformers, on the demo weights
 bench-decode: .venv/.ok-serve,test

@@ -43,10 +43,10 @@ class Committed:
         known = [float(us) for us in found if us is not None]
         return sum(known) if found and len(known) == len(found) else None
 
-    def multiplies_fp8(self, op: str) -> bool:
-        """Whether any launch of an op multiplies FP8 numbers."""
+    def multiplies_fp8(self, op: str, case: str) -> bool:
+        """Whether a launch of a case multiplies FP8 numbers, by any case where it is unknown."""
         every = [x for (name, _), part in self.launches.items() if name == op for x in part]
-        return any(_FP8 in kind for x in every for kind in x["mma"])
+        return any(_FP8 in kind for x in self.of(op, case) or every for kind in x["mma"])
 
 
 def read(path: Path = PATH) -> Committed:

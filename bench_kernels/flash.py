@@ -21,6 +21,7 @@ LAYERS: Mapping[str, int] = {"csa": 21, "hca": 20, "swa": 2}
 NUM_LAYERS = 43
 EXPERT_BYTES = 3 * HIDDEN * INTER * 17 // 32  # 4-bit values, a scale byte for 32 of them
 _INDEX_ROWS = 8192  # of the index queries' projection, which every card has whole
+_TOKENS = ("T", "S", "pos0", "length")  # sizes that follow the tokens of a step
 _MOST_TOKENS = 3456  # of cases whose name says none
 
 
@@ -59,9 +60,19 @@ class Call:
     @property
     def committed_flops(self) -> int:
         """Useful FLOPs that as many calls of the committed case have."""
-        spec = _specs()[self.op]
-        case = next(case for case in spec.cases if case["name"] == self.committed)
-        return self.times * spec.flops(case)
+        return self.times * _specs()[self.op].flops(self._committed)
+
+    @property
+    def resized(self) -> float:
+        """Bytes of the case as a multiple of the committed one's at the same tokens."""
+        tokens = {name: self.case[name] for name in _TOKENS if name in self.case}
+        bytes_moved = _specs()[self.op].bytes_moved
+        return bytes_moved(self.case) / bytes_moved({**self._committed, **tokens})
+
+    @property
+    def _committed(self) -> Case:
+        cases = _specs()[self.op].cases
+        return next(case for case in cases if case["name"] == self.committed)
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,9 @@ figures of the static model (RTX 4090). Terms, each of one card:
 
 `sum`: nothing overlaps. `overlapped`: in every call memory goes beside compute, and copies go
 beside calls, one layer ahead; an all-reduce waits for its layer, and takes the same link.
-`static`: all calls by the static model of a launch, at the committed sizes nearest to the step's,
-the products of a chunk scaled by their FLOPs; it knows waves and latencies, the terms do not.
+`static`: all calls by the static model of a launch, at the committed number of tokens nearest to
+the step's, matrices of another size scaled by their bytes and the products of a chunk by their
+FLOPs; it knows waves and latencies, the terms do not.
 
 Defaults are the server that the targets come from: 8 RTX 4090s, 50 rows, a chunk of 3456 tokens in
 the middle of a prompt of 200,019, 9411 of 11008 experts on the cards, the decode hit rate of

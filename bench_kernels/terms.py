@@ -59,9 +59,10 @@ class Timed:
     def of(cls, call: Call, figures: Committed, memory_bytes: float, *, decode: bool) -> Timed:
         ceiling = figures.ceiling_tflops(call.op, call.committed)
         us = figures.us(call.op, call.committed)
-        # latencies make a decode launch, products make one of a chunk
-        if us is not None and not decode and call.committed_flops:
-            us *= call.flops / call.committed_flops
+        if us is not None:
+            # latencies make a decode launch, products make one of a chunk
+            by_flops = not decode and call.committed_flops
+            us *= call.flops / call.committed_flops if by_flops else call.resized
         return cls(
             call, call.num_bytes / memory_bytes,
             call.flops / (ceiling * 1e12) if ceiling else 0.0,

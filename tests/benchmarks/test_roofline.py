@@ -9,8 +9,9 @@ lies between two launches of a chunk is in this one alone.
 Mutants tried: a layer kind left out or counted twice, the experts whole on every card, all experts
 read by every step, hits taken for misses, the ring's factor dropped, one all-reduce a layer,
 all-reduces on one card, index rows of one sequence for all rows, the head for every token of a
-chunk, the highest ceiling of a call, a decode launch scaled by its FLOPs, memory and compute of a
-call added up in `overlapped`, all-reduces left out of the nodes, `--plot` on any file name.
+chunk, the highest ceiling of a call, a decode launch scaled by its FLOPs, no launch scaled by
+its bytes, memory and compute of a call added up in `overlapped`, all-reduces left out of the nodes,
+`--plot` on any file name.
 """
 
 from __future__ import annotations
@@ -177,8 +178,14 @@ def test_the_static_model_stands_beside_the_terms():
     real = committed.read()
     launches = {key: [{**x, "us": 2.0} for x in part] for key, part in real.launches.items()}
     one, _, chunk = steps(Assumed(), Committed(real.triton, launches))
-    # count the quantizing launch of the expert ops, which a step has not
-    assert one.static_s == pytest.approx((one.nodes - 86 + 2 * NUM_LAYERS) * 2e-6)
+    # with the quantizing launches of the expert ops, which a step has not
+    launches_us = 2 * (one.nodes - 86 + 2 * NUM_LAYERS)
+    # an eighth of the head; index queries behind those of 8 heads
+    head = next(x for x in one.calls if x.call.committed == "flash-head-t1")
+    assert head.static_s == pytest.approx(2e-6 / 8, rel=0.01)
+    queries = [x for x in one.calls if x.call.committed == "flash-tp8-wq_b-t1"]
+    assert [x.static_s for x in queries] == pytest.approx([3 * 42e-6, 40e-6, 4e-6], rel=0.01)
+    assert one.static_s == pytest.approx(1e-6 * (launches_us + 2 * 42 - 2 * 7 / 8), rel=1e-3)
     scores = next(x for x in chunk.calls if x.call.op == "index_select")
     assert scores.static_s == pytest.approx(2e-6 * scores.call.flops / 240.5e9, rel=0.01)
     launches["embed", "flash-t1"] = [{**launches["embed", "flash-t1"][0], "us": None}]
