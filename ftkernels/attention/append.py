@@ -22,7 +22,14 @@ from ftkernels.attention.compressor import (
     snapshot_arguments,
 )
 from ftkernels.attention.kv_store import check_store, store_plain, store_token
-from ftkernels.attention.pooling import CSA_RATIO, csa_rows, hca_rows, num_programs, place
+from ftkernels.attention.pooling import (
+    CSA_RATIO,
+    csa_rows,
+    hca_rows,
+    num_programs,
+    place,
+    sequence_lanes,
+)
 from ftkernels.spec import Case, Inputs, KernelSpec
 from ftkernels.target import Target
 
@@ -93,7 +100,7 @@ def append_kv(
             CHANNELS=dim - rope_dim if round_trip else 0,
             C=width, BLOCK_C=triton.next_power_of_2(width), HALF=cos.shape[1],
             LOG2_C=width.bit_length() - 1, STORE="kv" if round_trip else "raw",
-            PACKED=kv_format == "fp8", BLOCK_S=triton.next_power_of_2(sequences),
+            PACKED=kv_format == "fp8", BLOCK_S=sequence_lanes(sequences),
             IS_CSA=compress_ratio == CSA_RATIO, SNAPSHOTS=carry_snapshots is not None,
             STAGES=cfg.stages, num_warps=cfg.num_warps,
         )  # fmt: skip
@@ -181,7 +188,7 @@ def candidates(key: Case, target: Target) -> Iterable[CompressConfig]:
     return compressor.candidates(key, target)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["programs", "stride_ts", "stride_st"])
 def _append_kv_kernel(
     row_ptr, stride_rt,  # [T, D]
     slots_ptr,  # [T]

@@ -21,6 +21,7 @@ from ftkernels.attention.pooling import (
     csa_kernel,
     hca_kernel,
     num_programs,
+    sequence_lanes,
 )
 from ftkernels.attention.pools import (
     INDEX_GROUP,
@@ -131,7 +132,7 @@ def compress_kv(
             sequences, eps, width**-0.5,
             C=width, BLOCK_C=triton.next_power_of_2(width), HALF=cos.shape[1],
             LOG2_C=width.bit_length() - 1, STORE=store, PACKED=pool.dtype == torch.uint8,
-            BLOCK_S=triton.next_power_of_2(sequences), **chosen, num_warps=cfg.num_warps,
+            BLOCK_S=sequence_lanes(sequences), **chosen, num_warps=cfg.num_warps,
         )  # fmt: skip
 
 

@@ -365,7 +365,7 @@ def _finish(
     store_rows(out_ptr, rows, live, out.to(out_ptr.dtype.element_ty), D, D_P2, SPLIT, WIDE)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride_wt", "stride_bt"])
 def _mla_decode_kernel(
     q_ptr, stride_qs, stride_qh,  # [S, H, D]
     window_ptr, window_tail_ptr, window_scale_ptr, stride_wp, stride_wr,  # [pages, P, D]

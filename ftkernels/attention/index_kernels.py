@@ -36,7 +36,7 @@ def _locate(t, cu_ptr, lens_ptr, T, S, ratio):
     return s, tl.where(known, (position + 1) // ratio, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "S", "stride_ts"])
 def index_split_kernel(
     q_ptr, stride_qt, stride_qh,  # [T, Hi, Di]
     w_ptr, stride_wt,  # [T, Hi]
@@ -97,7 +97,7 @@ def index_split_kernel(
             tl.store(counter_ptr + pid_t, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "S", "stride_ts"])
 def index_stream_kernel(
     q_ptr, stride_qt, stride_qh,  # [T, Hi, Di]
     w_ptr, stride_wt,  # [T, Hi]

@@ -152,7 +152,7 @@ def _rotated(
     return tl.reshape(tl.join(first, second), (BLOCK_R, D))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _index_query_kernel(
     q_ptr, stride_qt, stride_qh,  # [T, H, D]
     positions_ptr, stride_pt,  # [T]

@@ -38,6 +38,11 @@ def num_programs(compress_ratio: int, num_tokens: int, num_sequences: int) -> in
     return num_sequences + min(num_tokens // 2, windows)
 
 
+def sequence_lanes(num_sequences: int) -> int:
+    """BLOCK_S of a launch; the same for 2 to 64 sequences, so that few kernels are compiled."""
+    return 1 if num_sequences == 1 else max(64, triton.next_power_of_2(num_sequences))
+
+
 @triton.jit
 def _later_rows(pos0, end):
     """Rows beyond the first two that tokens ``pos0..end-1`` close; only those two see old state."""
@@ -258,7 +263,7 @@ def csa_rows(
             )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride_ts", "stride_st"])
 def csa_kernel(
     kv_ptr, stride_kt, gate_ptr, stride_gt,  # [T, 2*C]
     ape_ptr, stride_ap,  # [4, 2*C]
@@ -369,7 +374,7 @@ def hca_rows(
                 tl.store(new_ptrs + stride_sr + stride_sr, mixed, mask=mask_c)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride_ts"])
 def hca_kernel(
     kv_ptr, stride_kt, gate_ptr, stride_gt,  # [T, C]
     ape_ptr, stride_ap,  # [128, C]

@@ -291,11 +291,16 @@ def _launch(
             **pools.constants(q), HAS_PICKS=index_topk is not None,
             HAS_SINK=sink is not None, HAS_LSE=lse is not None,
             HALF=0 if cos is None else cos.shape[1], SPLIT=cfg.split,
-            STEPS=num_seqs.bit_length(), BLOCK_Q=cfg.block_q, BLOCK_H=cfg.block_h,
+            STEPS=_search_steps(num_seqs), BLOCK_Q=cfg.block_q, BLOCK_H=cfg.block_h,
             BLOCK_W=cfg.block_window, BLOCK_R=cfg.block_rows,
             WIDE=cfg.block_q * cfg.block_h >= 16,
             num_warps=cfg.num_warps, num_stages=cfg.num_stages, maxnreg=255,
         )  # fmt: skip
+
+
+def _search_steps(num_seqs: int) -> int:
+    """Halvings that find a sequence; the same for 2 to 63, so that few kernels are compiled."""
+    return 1 if num_seqs == 1 else max(6, num_seqs.bit_length())
 
 
 @triton.jit
@@ -319,7 +324,7 @@ def _find_sequence(pid, cu_ptr, num_seqs, BLOCK_Q: tl.constexpr, STEPS: tl.const
     return seq
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens", "num_seqs", "stride_wt", "stride_bt"])
 def _mla_prefill_kernel(
     q_ptr, stride_qt, stride_qh,  # [T, H, D]
     window_ptr, window_tail_ptr, window_scale_ptr, stride_wp, stride_wr,  # [pages, P, D]

@@ -166,7 +166,7 @@ def _prepared(
     return x.to(DTYPE), code
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def prepare_kernel(
     x_ptr, stride_xt,  # [T, K] or [T, 2*K]
     out_ptr, stride_ot,  # [T, K]
@@ -350,7 +350,7 @@ def gemv_kernel(
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "tiles_t"])
 def gemm_kernel(
     x_ptr, stride_xt, stride_xg,  # [T, G, K]
     x_scale_ptr, stride_st,  # [T, ceil(K/128)]

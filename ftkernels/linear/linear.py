@@ -195,7 +195,7 @@ def _launch(
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def _linear_gemm_kernel(
     x_ptr, stride_xt,  # [T, K]
     w_ptr, stride_wn, stride_wk,  # [N, K]

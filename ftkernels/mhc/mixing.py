@@ -314,7 +314,7 @@ def _mix_token(
         tl.store(x_scale_ptr + token * stride_gt + offs_g, code.to(tl.uint8), mask=offs_g * 128 < C)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def _hc_mix_kernel(
     y_ptr, stride_yt,  # [T, C]
     old_ptr, stride_ot, stride_oh,  # [T, HC, C]

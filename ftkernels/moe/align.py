@@ -147,7 +147,7 @@ def _expert_of(ids_ptr, stride_it, routes, R, E, TOPK: tl.constexpr):
     return tl.where(expert >= 0, expert, E)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R", "M"])
 def _moe_align_kernel(
     ids_ptr, stride_it,  # [T, topk]
     sorted_ptr,  # [M]

@@ -98,7 +98,7 @@ def candidates(key: Case, target: Target) -> Iterable[CountConfig]:
                 yield CountConfig(block_r, num_warps)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R"])
 def _count_missing_kernel(
     slot_ptr,  # [E]
     ids_ptr, stride_it,  # [T, topk]

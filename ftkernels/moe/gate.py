@@ -260,7 +260,7 @@ def _rows_together(num_tokens: int, num_experts: int, score: str) -> int:
     return most if score == "softmax" else min(most, triton.next_power_of_2(num_tokens))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def _gate_kernel(
     x_ptr, stride_xt,  # [T, C]
     w_ptr, stride_wn, stride_wk,  # [E, C]

@@ -300,7 +300,7 @@ def triton_type(dtype: torch.dtype | None) -> tl.dtype | None:
     return None if dtype is None else names[dtype]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_routes"])
 def _moe_gemm_fp4_kernel(
     x_ptr, stride_xt,  # [T, K]
     x_scale_ptr, stride_st,  # [T, ceil(K/128)]

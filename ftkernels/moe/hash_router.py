@@ -165,7 +165,7 @@ def hash_rows(
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def _route_hash_kernel(
     logits_ptr, stride_lt,  # [T, E]
     token_ptr, stride_tt,  # [T]

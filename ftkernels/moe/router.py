@@ -235,7 +235,7 @@ def topk_rows(
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def _route_topk_kernel(
     logits_ptr, stride_lt,  # [T, E]
     bias_ptr,  # [E]

@@ -118,7 +118,7 @@ def candidates(key: Case, target: Target) -> Iterable[AdjustConfig]:
     return [AdjustConfig(32 * num_warps, num_warps) for num_warps in (1, 2, 4, 8)]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])
 def _adjust_logits_kernel(
     row_ptr, token_ptr, repetition_ptr, offset_ptr,  # [N]
     out_ptr, stride_os,  # [S, V]

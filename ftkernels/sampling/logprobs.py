@@ -139,7 +139,7 @@ def _log_sum_exp(logits_ptr, V, BLOCK_V: tl.constexpr):
     return largest + tl.log(total)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_top", "stride_is", "stride_ts"])
 def _top_logprobs_kernel(
     logits_ptr, stride_ls,  # [S, V]
     token_ptr,  # [S]

@@ -20,7 +20,7 @@ from ftkernels.attention.carry import load_carry, load_carry_reference
 from ftkernels.attention.compressor import compress_kv, compress_kv_reference
 from ftkernels.testing import randn
 from tests.ftkernels.attention.test_compressor import Stream
-from tests.support.far import far_tensor
+from tests.support.far import FAR, far_tensor
 
 NAN = float("nan")
 
@@ -160,13 +160,15 @@ def test_memory_beyond_two_to_the_31_elements(device, tmp_path):
     """The entry that is kept and loaded lies far from the first, and so does its table's row."""
     kept = Kept([8, 8], device=device)
     table = far_tensor((2, 2), torch.int32, tmp_path, device)
-    table.copy_(torch.tensor([[0, 0], [1, 0]]))
+    table.copy_(torch.tensor([[0, 0], [2, 0]]))
     kept.table, kept.snapshots = table, far_tensor((2, 2, 4, 16), torch.float32, tmp_path, device)
+    # a stride that 32 bits hold, a place that they do not
+    kept.snapshots = kept.snapshots.as_strided((3, 2, 4, 16), (FAR // 2, 64, 16, 1))
     kept.feed([0, 8])
     wanted = torch.stack((kept.stream.kv[1], kept.stream.gate[1]))[:, 4:8, :16]
-    assert torch.equal(kept.snapshots[1].cpu(), wanted)
+    assert torch.equal(kept.snapshots[2].cpu(), wanted)
     state = torch.zeros(1, 2, 8, 32, device=device)
-    numbers = [torch.tensor([n], dtype=torch.int32, device=device) for n in (1, 0)]
+    numbers = [torch.tensor([n], dtype=torch.int32, device=device) for n in (2, 0)]
     load_carry(kept.snapshots, numbers[0], state, numbers[1])
     assert torch.equal(state[0, :, 4:8, :16].cpu(), wanted)
 
