@@ -17,6 +17,7 @@ from ftruntime.engine.executor import DeviceExecutor
 from ftruntime.engine.expert_store import ExpertStore
 from ftruntime.engine.loop import EngineLoop, MonotonicClock
 from ftruntime.engine.runner import BatchBuilder
+from ftruntime.engine.warmup import warm_up
 from ftruntime.facts import probe
 from ftruntime.kvcache.storage import KVStorage
 from ftruntime.model.config import ModelConfig
@@ -25,7 +26,7 @@ from ftruntime.model.scratch import scratch_bytes
 from ftruntime.model.transformer import Transformer
 from ftruntime.plan import Plan, resolve
 from ftruntime.scheduler.scheduler import Scheduler
-from ftruntime.types import PAGE_TOKENS, SampleSpec, SeqPlan, StepPlan
+from ftruntime.types import PAGE_TOKENS
 
 Progress = Callable[[str, float], None]
 
@@ -56,7 +57,9 @@ def build_engine(config: RuntimeConfig, progress: Progress) -> EngineLoop:
         experts=experts,
     )  # fmt: skip
     progress("warm up", 0.0)
-    _warm_up(executor, plan)
+    warm_up(
+        executor, plan, picked_tokens=4 * shape.index_topk, every=plan.kind == "cuda"
+    )
     experts.begin()
     progress("warm up", 1.0)
     # what stands now stays: later collections need not walk it
@@ -80,8 +83,7 @@ def load_model(
 ) -> tuple[Transformer, ExpertStore]:  # fmt: skip
     """The weights in the form this process computes with: codes where kernels run (on a card, or
     interpreted), dequantized where references do and under exact numerics."""
-    kernels = plan.kind == "cuda" or ftkernels.backend.interpreted()
-    codes, offload = kernels and numerics.round_trips, plan.moe_backend == "offload"
+    codes, offload = _runs_kernels(plan) and numerics.round_trips, plan.moe_backend == "offload"
     # slots on the CPU stand beside the banks
     slot_bytes = plan.bytes["experts"] if plan.kind == "cpu" and offload else 0
     weights = load_weights(
@@ -120,28 +122,19 @@ def make_executor(
     return DeviceExecutor(model, storage, builder, experts)
 
 
+def _runs_kernels(plan: Plan) -> bool:
+    return plan.kind == "cuda" or ftkernels.backend.interpreted()
+
+
 def _scratch(model: Transformer, plan: Plan) -> torch.Tensor | None:
     """One scratch for all steps, which run one after another; references take none."""
-    if plan.kind == "cpu" and not ftkernels.backend.interpreted():
+    if not _runs_kernels(plan):
         return None
     num_bytes = scratch_bytes(
         model.config, num_tokens=plan.chunk_tokens, num_seqs=plan.max_running,
         max_positions=plan.max_model_len, element_bytes=model.numerics.dtype.itemsize,
     )  # fmt: skip
     return torch.zeros(num_bytes, dtype=torch.uint8, device=model.device)
-
-
-def _warm_up(executor: DeviceExecutor, plan: Plan) -> None:
-    """One prefill and one decode step on the padding row and page, so that kernels are compiled."""
-    layers = (0, executor.num_layers)
-    length = min(4, plan.max_model_len) - 1
-    spec = SampleSpec(1.0, 0, 1.0, 0.0, 0, length)
-    row, pages = plan.max_running, ((0, 0, 0),)
-    prompt = (0,) * length
-    first = SeqPlan(row, "warm-up", 0, prompt, new_pages=pages, fresh=True, sample=spec)
-    executor.execute(StepPlan(0, "prefill", (first,), layers))
-    second = SeqPlan(row, "warm-up", length, (0,), sample=spec)
-    executor.execute(StepPlan(1, "decode", (second,), layers))
 
 
 def _policy(config: RuntimeConfig) -> dict[str, object]:

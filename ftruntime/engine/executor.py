@@ -14,7 +14,7 @@ from ftruntime.model.batch import ForwardBatch
 from ftruntime.model.transformer import Transformer
 from ftruntime.types import SeqPlan, SeqResult, StepPlan, StepResult, TokenLogprobs
 
-_LOGIT_ROWS = 256
+LOGIT_ROWS = 256
 
 
 @dataclass(frozen=True)
@@ -133,8 +133,8 @@ class DeviceExecutor:
         if not targets:
             return ()
         found: list[TokenLogprobs] = []
-        for start in range(0, len(targets), _LOGIT_ROWS):
-            part = targets[start : start + _LOGIT_ROWS]
+        for start in range(0, len(targets), LOGIT_ROWS):
+            part = targets[start : start + LOGIT_ROWS]
             rows = streams[begin + start : begin + start + len(part)]
             logits = self._model.logits(rows, batch)
             found += sampler.logprobs(logits, part, seq.num_prompt_logprobs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from ftruntime.engine.arrays import together
 from ftruntime.model.batch import ForwardBatch
 from ftruntime.types import PAGE_TOKENS, SeqPlan, StepPlan
 
@@ -45,21 +46,19 @@ class BatchBuilder:
         rows = [seq.row for seq in plan.seqs]
         used = -(-max(lens) // PAGE_TOKENS)
         # one transfer for what counts tokens, one for what counts sequences
-        host_by_token = torch.tensor((token_ids, positions, slots), dtype=torch.int64)
-        by_token = host_by_token.to(self._device)
-        numbers = torch.tensor((*bounds, *lens, *rows), dtype=torch.int32).to(self._device)
-        count = len(rows)
+        by_token = together((token_ids, positions, slots), torch.int64, self._device)
+        by_sequence = together((bounds, lens, rows), torch.int32, self._device)
         return ForwardBatch(
             token_ids=by_token[0],
             positions=by_token[1],
-            cu_seqlens=numbers[: count + 1],
-            seq_lens=numbers[count + 1 : 2 * count + 1],
+            cu_seqlens=by_sequence[0],
+            seq_lens=by_sequence[1],
             slot_mapping=by_token[2],
             window_block_table=_rows_of(self._window, rows, used).to(self._device),
             block_table=_rows_of(self._rows, rows, used).to(self._device),
-            state_index=numbers[2 * count + 1 :],
+            state_index=by_sequence[2],
             is_decode=plan.kind == "decode",
-            host_token_ids=host_by_token[0],
+            host_token_ids=torch.tensor(token_ids),
             scratch=self._scratch,
         )
 
@@ -69,8 +68,7 @@ class BatchBuilder:
         if not seqs:
             return None
         pages = [int(self._window[seq.row, seq.start // PAGE_TOKENS - 1]) for seq in seqs]
-        numbers = torch.tensor((pages, [seq.row for seq in seqs]), dtype=torch.int32)
-        numbers = numbers.to(self._device)
+        numbers = together((pages, [seq.row for seq in seqs]), torch.int32, self._device)
         return numbers[0], numbers[1]
 
     def _assign(self, seq: SeqPlan) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 import ftkernels
+from ftruntime.engine.arrays import together
 from ftruntime.types import SampleSpec, TokenLogprobs
 
 
@@ -24,9 +25,9 @@ def draw(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> list[int]:
         )  # fmt: skip
 
     floats = list(zip(*((s.temperature, s.top_p, s.min_p) for s in specs), strict=True))
-    temperature, top_p, min_p = torch.tensor(floats, dtype=torch.float32).to(device).unbind(0)
+    temperature, top_p, min_p = together(floats, torch.float32, device)
     numbers = list(zip(*((s.seed, s.position) for s in specs), strict=True))
-    seed, position = torch.tensor(numbers, dtype=torch.int64).to(device).unbind(0)
+    seed, position = together(numbers, torch.int64, device)
     drawn = ftkernels.sample(
         logits, temperature=temperature, top_p=top_p, min_p=min_p, seed=seed, position=position,
         top_k=torch.tensor([spec.top_k for spec in specs], dtype=torch.int32, device=device),
