@@ -4,14 +4,15 @@ A variant of a kernel is what the compiler makes another kernel of, see `tests.s
 The engine is one for a card but for where it computes: codes, scratch and the whole warm-up.
 
 Mutants run, each noticed: prefill of powers of two only, or of the longest chunk only; decode of
-one row only; no step of two sequences; no row that starts behind a page; without adjusted logits or
-log-probabilities; arrays of a step back to back, whatever their alignment; the number of tokens a
-specialized argument of one kernel.
+one row only; no step of two sequences; no row that starts behind a page; none that picks rows;
+without adjusted logits or log-probabilities; arrays of a step back to back, whatever their
+alignment; strides of block tables that a kernel specializes on.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 
 import pytest
@@ -53,8 +54,11 @@ KERNELS = {
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory) -> Path:
+    """Queries of the first chunk pick all rows that they see."""
     path = tmp_path_factory.mktemp("demo") / "tiny"
     make_demo(path, preset="tiny")
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "index_topk": 256}))
     return path
 
 
