@@ -4,8 +4,8 @@ Expectations come from an engine without the cache, `--cache-type naive`. P01: t
 three times (7 700 tokens with RUN_SLOW=1, else 1 700). Rows that a decode step computed are those
 of prefill within rounding only, so behind an answer tokens are compared and log-probabilities to
 1e-4.
-Mutants run, each noticed: the carry not restored; the carry of the page before; edges of the main
-or of the index compressor not saved; none saved by decode steps.
+Mutants run, each noticed: the carry not restored; the carry of the page before; snapshots of the
+main or of the index compressor not kept; none kept by decode steps.
 """
 
 from __future__ import annotations
