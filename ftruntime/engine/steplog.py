@@ -108,6 +108,8 @@ class StepLog:
         if plan.kind == "prefill":
             self._prefill(record, start_s, counts)
         else:
+            # a decode has every row that can decode: who is missing gave its pages up
+            self._decodable &= {seq.request_id for seq in plan.seqs}
             self._decode(record, end_s, counts)
         self._follow(events, end_s)
 

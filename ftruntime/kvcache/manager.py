@@ -5,9 +5,10 @@ its whole request or as it grows; all layers share their numbers. Window pages c
 KV rows and go back to the pool as the window moves on.
 
 With a prefix cache a full page becomes the tree's once its tokens are computed. Sequences share the
-tree's pages, which nobody writes again; a page that two sequences compute at the same time is kept
-once, and the other's copy goes with its sequence. What sequences were promised and what they hold
-of the tree never exceeds the pool, so dropping pages that nobody holds always makes room.
+tree's pages, which nobody writes again; of a page that two sequences compute at the same time the
+tree keeps one, and the other is a copy that its sequence goes on with, and that replaces the tree's
+once nobody else reads that. What sequences were promised and what they hold of the tree never
+exceeds the pool, so dropping pages that nobody holds always makes room.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ PageTriple = tuple[int, int, int]
 """(logical page, window page or -1, row page)"""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Sequence:
     num_promised: int  # row pages of its own, assigned or not
     path: list[Node]  # its first pages, as the tree knows them
@@ -54,6 +55,8 @@ class KVManager:
         self._tree = PrefixCache(self._rows, self._window)
         self._keeps = prefix_cache
         self._sequences: dict[str, _Sequence] = {}
+        # who reads a copy of its own instead of the page of a node it holds
+        self._copies: dict[Node, list[_Sequence]] = {}
         self._num_promised = 0
         # the last answer of `match`, asked for again while the head of a queue is blocked
         self._matched: tuple[Sequence[int], int, int, list[Node]] = ((), 0, -1, [])
@@ -220,7 +223,9 @@ class KVManager:
             node = tree.add(parent, key, row_page)
             self._hand_over(seq, row_page)
         else:
-            if not node.holders:
+            if node.holders:
+                self._copies.setdefault(node, []).append(seq)
+            else:
                 tree.replace_rows(node, row_page)
                 self._hand_over(seq, row_page)
             tree.hold(node)
@@ -263,12 +268,33 @@ class KVManager:
             return False
         self._num_promised -= seq.num_promised
         self._rows.release(list(seq.own_pages))
+        self._drop_copies(seq)
         if seq.path:
             self._tree.mark(seq.path[-1])
         for page, node in seq.window_pages.values():
             self._leave_window(page, node)
         self._tree.leave(seq.path)
+        for logical, node in enumerate(seq.path):
+            self._adopt_copy(logical, node)
         return True
+
+    def _drop_copies(self, seq: _Sequence) -> None:
+        for logical, node in enumerate(seq.path):
+            if seq.row_pages[logical] in seq.own_pages:
+                self._copies[node].remove(seq)
+                if not self._copies[node]:
+                    del self._copies[node]
+
+    def _adopt_copy(self, logical: int, node: Node) -> None:
+        """Keep a copy instead of the tree's page, when all who hold the page read copies."""
+        readers = self._copies.get(node, [])
+        if not readers or node.holders > len(readers):
+            return
+        seq = readers.pop()
+        if not readers:
+            del self._copies[node]
+        self._tree.replace_rows(node, seq.row_pages[logical])
+        self._hand_over(seq, seq.row_pages[logical])
 
     def row_pages_of(self, seq_id: str) -> Sequence[int]:
         """Row page of each logical page; a copy."""
@@ -312,6 +338,13 @@ class KVManager:
             }
             if seq.own_pages | shared != set(seq.row_pages):
                 raise AssertionError("a sequence's table names a page that is not its own")
+        copies = [
+            (node, seq) for seq in sequences
+            for node, page in zip(seq.path, seq.row_pages, strict=False) if page in seq.own_pages
+        ]  # fmt: skip
+        known = [(node, seq) for node, readers in self._copies.items() for seq in readers]
+        if len(copies) != len(known) or any(entry not in known for entry in copies):
+            raise AssertionError(f"{len(known)} copies of pages are known, sequences have others")
         held = [node for seq in sequences for node in seq.path]
         seen = [node for _, node in windows if node is not None]
         for what, counted, found in (

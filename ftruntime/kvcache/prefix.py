@@ -111,8 +111,7 @@ class PrefixCache:
         return node
 
     def replace_rows(self, node: Node, row_page: int) -> None:
-        """Keep `row_page`, which holds the same rows, for a page that nobody holds."""
-        assert not node.holders
+        """Keep `row_page`, which holds the same rows, for a page that nobody reads any more."""
         self._rows.release([node.row_page])
         node.row_page = row_page
 

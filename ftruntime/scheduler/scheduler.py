@@ -147,8 +147,7 @@ class Scheduler:
             step = self._plan_decode()
             if step is not None:
                 return step
-        # the last row may have given its pages up when its decode was tried
-        return self._plan_prefill() or self._plan_decode() or self._plan_prefill()
+        return self._plan_prefill() or self._plan_decode()
 
     def commit(
         self, plan: StepPlan, result: StepResult, now: float | None = None

@@ -6,6 +6,8 @@ marked; the end of an answer not marked; pages of a part that never ended kept.
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from ftruntime.kvcache.manager import KVManager
@@ -246,10 +248,32 @@ def test_two_that_compute_the_same_page_keep_one() -> None:
             kv.check()
     assert kv.used_pages == 6
     kv.release("a")
-    assert (kv.used_pages, kv.cached_pages) == (5, 0), "the tree's two and b's copies"
-    kv.release("b")
-    assert kv.cached_pages == 2
     kv.check()
+    assert (kv.used_pages, kv.cached_pages) == (3, 0), "b's copies are the tree's now"
+    assert kv.reserved_pages == 3
+    kv.release("b")
+    assert (kv.used_pages, kv.cached_pages) == (0, 2)
+    kv.check()
+
+
+def test_of_three_that_compute_the_same_page_each_reads_one_that_stays() -> None:
+    """Whoever ends first, the others go on with the page numbers they were told."""
+    for order in itertools.permutations("abc"):
+        kv = KVManager(num_pages=20, window_pages=20, prefix_cache=True)
+        for name in "abc":
+            kv.admit(name, 300, TEXT[:257])
+        told: dict[str, int] = {}
+        for name in "abc":
+            told[name] = kv.extend(name, 128)[0][2]
+            kv.keep(name, TEXT, 128)
+            kv.trim(name, 129)
+        for count, name in enumerate(order, start=1):
+            kv.release(name)
+            kv.check()
+            left = order[count:]
+            assert all(kv.row_pages_of(other)[0] == told[other] for other in left)
+            assert kv.used_pages == len({told[other] for other in left})
+        assert kv.cached_pages == 1
 
 
 def test_a_blocked_prompt_is_looked_up_again_when_pages_come() -> None:
