@@ -2,7 +2,8 @@
 
 Mutants tried: progress on stdout, exit 0 for a kernel that spills, the reference ops listed, rows
 of the wrong arch; a worse figure that exits 0, a contract of another Triton compared, unsound
-figures committed, candidates that fail the command, loops unasked for.
+figures committed, candidates that fail the command or pass for what serving uses, loops unasked
+for.
 """
 
 from __future__ import annotations
@@ -110,6 +111,17 @@ def test_an_op_of_two_launches_has_two_rows(monkeypatch, capsys):
     rows = json.loads(out)
     assert len(rows) == sum(spec.launches(case) for case in spec.cases[:3])
     assert len({row["kernel"] for row in rows}) == 2
+
+
+@needs_compiler
+def test_candidates_are_compiled_beside_what_serving_uses(monkeypatch, capsys):
+    whole = inspect.work_list
+    monkeypatch.setattr(inspect, "work_list", lambda specs, **kwargs: whole(specs, **kwargs)[:3])
+    _, out, _ = _run(capsys, "inspect", "linear", "--candidates", "--json")
+    rows = json.loads(out)
+    assert [row["source"] for row in rows] == ["default", "candidate", "candidate"]
+    assert [row["case"]["name"] for row in rows] == ["small"] * 3
+    assert sorted(row["config"]["num_stages"] for row in rows) == [2, 3, 4]
 
 
 @needs_compiler
