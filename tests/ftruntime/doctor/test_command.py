@@ -1,0 +1,79 @@
+"""`ftruntime doctor`: its lines, its JSON and its exit code.
+
+Mutants tried: exit code 0 with a failed check, 1 for a warning, checks that need torch run without
+it, remedies left out.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+from click.testing import CliRunner
+
+from ftruntime import doctor
+from ftruntime.cli import main
+from ftruntime.doctor import card, host, software
+from ftruntime.doctor.check import Check
+
+OK = Check("cores", "8", facts={"cores": 8})
+WARNING = Check("host memory", "4 GiB", "warning", "Add memory.")
+FAILED = Check("torch", "not installed", "failed", "Install it.")
+
+
+def _run(monkeypatch, *found, words=()):
+    monkeypatch.setattr(doctor, "checkup", lambda: list(found))
+    return CliRunner().invoke(main, ["doctor", *words])
+
+
+def test_a_line_each_with_its_remedy(monkeypatch):
+    result = _run(monkeypatch, OK, WARNING)
+    assert result.exit_code == 0
+    assert result.stdout.splitlines() == [
+        "ok       cores        8",
+        "warning  host memory  4 GiB",
+        "                      Add memory.",
+    ]
+
+
+def test_a_failed_check_is_exit_code_1(monkeypatch):
+    assert _run(monkeypatch, OK, FAILED).exit_code == 1
+    result = _run(monkeypatch, OK, FAILED, words=["--json"])
+    assert result.exit_code == 1
+    value = json.loads(result.stdout)
+    assert value["ok"] is False
+    assert value["checks"][0] == {
+        "name": "cores", "state": "ok", "found": "8", "remedy": "", "facts": {"cores": 8},
+    }  # fmt: skip
+    assert json.loads(_run(monkeypatch, WARNING, words=["--json"]).stdout)["ok"] is True
+
+
+def test_nothing_is_imported_that_is_missing(monkeypatch):
+    def missing(name):
+        return None if name == "torch" else "1.0"
+
+    def never(*args):
+        raise AssertionError("torch is missing, and was asked for")
+
+    monkeypatch.setattr(software, "version", missing)
+    monkeypatch.setattr(card, "torch_checks", never)
+    monkeypatch.setattr(host, "paths", never)
+    monkeypatch.setattr(host, "tuned", never)
+    found = {check.name: check.state for check in doctor.checkup()}
+    assert found["torch"] == "failed"
+    assert "cores" in found
+
+
+def test_this_machine_is_looked_at():
+    code = (
+        "import sys; from ftruntime.doctor import software, host, card\n"
+        "software.checks(); host.checks(); card.found_cards()\n"
+        "print('torch' in sys.modules, 'triton' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "False False", done.stderr
+    names = [check.name for check in doctor.checkup()]
+    assert names[0] == "python"
+    assert {"kernels", "tuned configs", "torch device"} <= set(names)
+    assert len(names) == len(set(names))
