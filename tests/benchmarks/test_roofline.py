@@ -142,6 +142,15 @@ def _kept(flags):
     return {name: flags[name] for name in names}
 
 
+def test_every_decode_row_reads_index_rows_of_its_own():
+    calls = Step(50, 4096, 8, True).calls()
+    (scores,) = (call for call in calls if call.op == "index_select")
+    row = 1024 * 128 * 2  # a bf16 row of 128 for 4 of the tokens seen
+    query = 64 * 128 * 2 + 512 * 4  # read, and the picks written
+    assert scores.num_bytes == 21 * 50 * (row + query)
+    assert scores.flops == 21 * 50 * 2 * 64 * 128 * 1024
+
+
 def test_sum_and_overlap(figures):
     for step in steps(Assumed(), figures):
         parts = [getattr(step, f"{name}_s") for name in TERMS]

@@ -27,6 +27,11 @@ class NVMLError(Exception):
     pass
 
 
+@pytest.fixture(autouse=True)
+def _little_memory(monkeypatch):
+    monkeypatch.setattr(card, "_HOST_BYTES", 2 << 20)
+
+
 @pytest.fixture
 def nvml(monkeypatch):
     """A driver with one card; its fields can be changed, None is not told."""
@@ -153,7 +158,6 @@ def cuda(monkeypatch):
     plain = {name: getattr(torch, name) for name in ("zeros", "empty")}
 
     monkeypatch.setattr(card, "_COPY_BYTES", 1 << 28)
-    monkeypatch.setattr(card, "_HOST_BYTES", 2 << 20)
     monkeypatch.setattr(card, "_event", Event)
     monkeypatch.setattr(torch, "zeros", lambda n, **k: plain["zeros"](1, dtype=torch.uint8))
     monkeypatch.setattr(torch, "empty", lambda n, **k: plain["empty"](1, dtype=torch.uint8))
@@ -219,7 +223,6 @@ def test_memory_that_cannot_be_locked_fails(cuda):
 
 
 def test_memory_that_forgets_fails(monkeypatch):
-    monkeypatch.setattr(card, "_HOST_BYTES", 2 << 20)
     assert card._plain_memory().state == "ok"
     made = host_memory.HostMemory.pin
 
