@@ -126,6 +126,21 @@ def folder() -> Path:
     return _ROOT
 
 
+def sources(gpu: str) -> Counter[str]:
+    """How many entries a card has, by source, whether or not they fit this process.
+
+    Raises:
+        OSError: a file cannot be read.
+        ValueError: a file is damaged or for something else.
+    """
+    found = Counter[str]()
+    for path in sorted((_ROOT / gpu).glob("*.json")):
+        data = json.loads(path.read_text())
+        _check_head(data, path.stem, gpu)
+        found.update(str(x.get("source")) for x in data["entries"] if isinstance(x, dict))
+    return found
+
+
 def forget() -> None:
     """Read `configs/` afresh from now on; for whoever has written there."""
     _find.cache_clear()

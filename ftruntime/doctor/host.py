@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-from collections import Counter
-from pathlib import Path
 from typing import Final
 
 from ftruntime.config import RuntimeConfig
@@ -92,9 +89,7 @@ def tuned() -> Check:
         from ftkernels import config, target
 
         card = target.config_name()
-        sources = Counter[str]()
-        for path in sorted((config.folder() / card).glob("*.json")):
-            sources.update(_sources(path))
+        sources = config.sources(card)
     except (ImportError, ValueError, OSError) as error:
         return failed(name, error, "Install the package again, or run ft-autotune tune.")
     told = ", ".join(f"{count} {source}" for source, count in sorted(sources.items()))
@@ -103,7 +98,3 @@ def tuned() -> Check:
         remedy = "The defaults of the kernels are used; `ft-autotune tune` writes better ones."
         return Check(name, f"none for {card}", "warning", remedy, facts)
     return Check(name, f"{card}: {told} entries", facts=facts)
-
-
-def _sources(path: Path) -> list[str]:
-    return [str(entry["source"]) for entry in json.loads(path.read_text())["entries"]]

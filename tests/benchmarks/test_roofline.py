@@ -155,6 +155,7 @@ def test_sum_and_overlap(figures):
     for step in steps(Assumed(), figures):
         parts = [getattr(step, f"{name}_s") for name in TERMS]
         assert step.sum_s == pytest.approx(math.fsum(parts))
+        assert step.launches_s == pytest.approx(1.5e-6 * step.nodes)
         assert max(step.memory_s, step.compute_s) <= step.calls_s
         assert step.calls_s <= step.memory_s + step.compute_s
         hidden = min(step.bus_s, step.calls_s) * (1 - 1 / 43)

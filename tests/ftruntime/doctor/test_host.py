@@ -82,7 +82,7 @@ def test_a_bad_setting_is_a_line(monkeypatch):
 
 
 def test_tuned_entries_are_counted_by_source(monkeypatch, tmp_path):
-    monkeypatch.setattr(config, "folder", lambda: tmp_path)
+    monkeypatch.setattr(config, "_ROOT", tmp_path)
     monkeypatch.setattr(target, "config_name", lambda: "nvidia_x")
     check = host.tuned()
     assert (check.state, check.found) == ("warning", "none for nvidia_x")
@@ -90,9 +90,13 @@ def test_tuned_entries_are_counted_by_source(monkeypatch, tmp_path):
     folder.mkdir()
     for op, sources in {"a": ["modelled"] * 3, "b": ["measured", "modelled"]}.items():
         entries = [{"source": source} for source in sources]
-        (folder / f"{op}.json").write_text(json.dumps({"entries": entries}))
+        head = {"schema": config.SCHEMA, "op": op, "gpu": "nvidia_x"}
+        (folder / f"{op}.json").write_text(json.dumps({**head, "entries": entries}))
     check = host.tuned()
     assert check.state == "ok"
     assert check.found == "nvidia_x: 1 measured, 4 modelled entries"
+    (folder / "a.json").write_text((folder / "b.json").read_text())
+    check = host.tuned()
+    assert (check.state, check.found) == ("failed", "op is 'b', expected 'a'")
     (folder / "a.json").write_text("{")
     assert host.tuned().state == "failed"
