@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
+import os
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Final
 
 from ftruntime.demo_cache import DISTRIBUTION
-from ftruntime.flags import refuse
+from ftruntime.flags import FlagSpec, refuse
 
 SUFFIXES = (".png", ".svg", ".pdf")
 _TITLE_CHARS, _LEGEND_ROWS = 95, 12
+
+PLOT: Final = FlagSpec(kind="str", help="Draw the token timeline into this png, svg or pdf file.")
 
 
 def check_drawable(path: Path) -> None:
     """Refuse what `draw` could not do, before the run whose result it would draw.
 
     Raises:
-        ValueError: matplotlib is not installed, or the file name says no known format.
+        ValueError: matplotlib is not installed, the file name says no known format, or no file
+            can be written there.
     """
     if path.suffix.lower() not in SUFFIXES:
         refuse("plot", str(path), f"a file name that ends in {', '.join(SUFFIXES)}")
+    target = path if os.path.exists(path) else path.parent
+    if os.path.isdir(path) or not os.path.isdir(path.parent) or not os.access(target, os.W_OK):
+        refuse("plot", str(path), "a file that can be written, in a directory that exists")
     try:
         import matplotlib  # noqa: F401
     except ModuleNotFoundError as error:

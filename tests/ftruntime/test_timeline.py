@@ -1,12 +1,14 @@
 """The plot of a token timeline; what is drawn is read back from the SVG.
 
 Mutants tried and seen red: a stream left out of the legend, a suffix that is not checked, a legend
-of every stream.
+of every stream, a directory that is not there let through, rights not asked for.
 """
 
 from __future__ import annotations
 
 import builtins
+import os
+from pathlib import Path
 
 import matplotlib
 import pytest
@@ -47,6 +49,25 @@ def test_a_long_legend_is_cut(tmp_path, num_streams, rows):
 def test_refuses_other_formats(tmp_path, name):
     with pytest.raises(ValueError, match=r"^--plot is .*, expected a file name that ends in \.png"):
         check_drawable(tmp_path / name)
+
+
+@pytest.mark.parametrize("place", ["none/plot.svg", "file/plot.svg", "directory.svg"])
+def test_refuses_a_place_where_no_file_can_be(tmp_path, place):
+    (tmp_path / "file").touch()
+    (tmp_path / "directory.svg").mkdir()
+    with pytest.raises(ValueError, match=r"^--plot is .*\.svg, expected a file that can be writ"):
+        check_drawable(tmp_path / place)
+
+
+@pytest.mark.parametrize(("there", "asked"), [(False, ""), (True, "plot.svg")])
+def test_refuses_what_may_not_be_written(tmp_path, monkeypatch, there, asked):
+    path = tmp_path / "plot.svg"
+    if there:
+        path.touch()
+    check_drawable(path)
+    monkeypatch.setattr(os, "access", lambda target, mode: Path(target) != tmp_path / asked)
+    with pytest.raises(ValueError, match=r"^--plot is .*\.svg, expected a file that can be writ"):
+        check_drawable(path)
 
 
 def test_says_what_to_install(tmp_path, monkeypatch):
