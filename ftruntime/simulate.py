@@ -29,14 +29,22 @@ class _Run:
     prefills: dict[str, PrefillSpan]
 
 
-def run(experiment: Experiment, progress: Progress | None) -> list[dict[str, object]]:
-    """One report for each policy; draws the plot.
+@dataclass(frozen=True)
+class Outcome:
+    """One report for each policy, and the lines and shades of the plot."""
+
+    reports: list[dict[str, object]]
+    series: dict[str, list[float]]
+    spans: dict[str, tuple[float, float]]
+
+
+def run(experiment: Experiment, progress: Progress | None) -> Outcome:
+    """Every policy of the experiment, one after another.
 
     Raises:
         ValueError: victims or attacker cannot be served.
     """
-    reports, spans = [], {}
-    series: dict[str, list[float]] = {}
+    outcome = Outcome([], {}, {})
     for config, limits in zip(experiment.configs, experiment.limits, strict=True):
         policy = {name: getattr(config, name) for name in _POLICY}
         policy["chunk_tokens"] = limits.chunk_tokens
@@ -45,19 +53,29 @@ def run(experiment: Experiment, progress: Progress | None) -> list[dict[str, obj
         if experiment.arrivals is None:
             done, values = _stall(experiment, limits, policy, told)
             span = done.prefills["attacker"]
-            spans[f"{label}: attacker's prefill"] = (span.start_s, span.end_s)
+            outcome.spans[f"{label}: attacker's prefill"] = (span.start_s, span.end_s)
             victims = [log for name, log in done.logs.items() if name != "attacker"]
-            series |= {f"{label}: {name}": times for name, times in _lines(victims).items()}
+            for name, times in _lines(victims).items():
+                outcome.series[f"{label}: {name}"] = times
         else:
             done = _simulate(experiment, limits, experiment.arrivals, 0.0, told)
             values = report.trace_report(policy, done.logs, done.stats)
             times = sorted(time for log in done.logs.values() for time in log.token_times)
-            series[f"{label}: all clients"] = times
-        reports.append(values)
-    if experiment.plot is not None:
-        shown = spans if len(reports) == 1 else {}
-        timeline.draw(experiment.plot, series, experiment.caption, spans=shown)
-    return reports
+            outcome.series[f"{label}: all clients"] = times
+        outcome.reports.append(values)
+    return outcome
+
+
+def draw(experiment: Experiment, outcome: Outcome) -> None:
+    """The plot, where one is asked for.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    if experiment.plot is None:
+        return
+    shown = outcome.spans if len(outcome.reports) == 1 else {}
+    timeline.draw(experiment.plot, outcome.series, experiment.caption, spans=shown)
 
 
 def print_reports(experiment: Experiment, reports: list[dict[str, object]], stream: TextIO) -> None:

@@ -28,8 +28,11 @@ def simulate(as_json: bool, **params: str | bool | None) -> None:
         experiment = prepare(params)
     log_lines((), experiment.plan.warnings)
     with refusals(FAILED), progress_bar("simulating") as progress:
-        reports = simulation.run(experiment, progress)
+        outcome = simulation.run(experiment, progress)
+    reports = outcome.reports
     if as_json:
-        click.echo(json.dumps(reports if len(reports) > 1 else reports[0]))
+        click.echo(json.dumps(reports if len(reports) > 1 else reports[0], allow_nan=False))
     else:
         simulation.print_reports(experiment, reports, sys.stdout)
+    with refusals(FAILED):
+        simulation.draw(experiment, outcome)

@@ -8,7 +8,6 @@ many rows it has.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from random import Random
@@ -18,6 +17,8 @@ from ftruntime.flags import refuse
 from ftruntime.types import StepPlan
 
 _NUM_NUMBERS = 4
+_MAX_S = 1e6
+"""No number is larger: sums of a whole run stay far from infinity."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class StepCost:
         """The cost behind `--cost a,b,d,decode`.
 
         Raises:
-            ValueError: not four finite numbers >= 0.
+            ValueError: not four numbers in [0, 1e6].
         """
         words = text.split(",")
         if len(words) != _NUM_NUMBERS:
@@ -43,7 +44,7 @@ class StepCost:
             numbers = [float(word) for word in words]
         except ValueError:
             _refuse(text)
-        if not all(math.isfinite(number) and number >= 0 for number in numbers):
+        if not all(0 <= number <= _MAX_S for number in numbers):
             _refuse(text)
         return StepCost(*numbers)
 
@@ -87,6 +88,6 @@ class StepNoise:
 def _refuse(text: str) -> NoReturn:
     refuse(
         "cost", text,
-        f"four numbers >= 0, seconds: a step, a token, a token and context token, a decode step "
-        f"(for example {SEED_COST})",
+        f"four numbers in [0, {_MAX_S:.0f}], seconds: a step, a token, a token and context token, "
+        f"a decode step (for example {SEED_COST})",
     )  # fmt: skip

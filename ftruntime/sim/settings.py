@@ -30,6 +30,7 @@ SEED_FLAGS: Final[Mapping[str, object]] = {
     "moe_prefill_hit_d2d": True,
 }  # fmt: skip
 """Serve flags of the preset; no flag of the policy is among them."""
+_CONTEXT_FLAGS: Final = frozenset(("model", "num_tokens", "num_pages", "max_model_len"))
 _CARD_BYTES: Final = 24 << 30
 
 _STALL: Final[Mapping[str, FlagSpec]] = {
@@ -92,7 +93,7 @@ _OPTIONS: Final[Mapping[str, FlagSpec]] = {
         help='Replay a JSONL file, {"arrival_s", "prompt_tokens", "max_tokens"} a line.',
     ),
     **_TRACE,
-    "plot": FlagSpec(kind="str", help="Draw the token timeline into this png, svg or pdf file."),
+    "plot": timeline.PLOT,
 }  # fmt: skip
 
 
@@ -135,10 +136,11 @@ def prepare(params: Mapping[str, str | bool | None]) -> Experiment:
 
     Raises:
         ValueError: ``--flag is VALUE, expected ...``.
-        OSError: the trace file cannot be read.
+        OSError: the checkpoint's config.json cannot be read.
     """
     values = _read(params)
-    config = _config(read_config(params, None))
+    serve_flags = read_config(params, None)
+    config = _config(serve_flags)
     cost = StepCost.parse(str(values["cost"]))
     configs = _policies(config, cast("str | None", values["table"]))
     arrivals = _arrivals(values, traced=_is_traced(params))
@@ -148,6 +150,9 @@ def prepare(params: Mapping[str, str | bool | None]) -> Experiment:
     shape, ranks = shape_of(config.model), config.tensor_parallel_size
     # the run judges a bound by time, not the step times that the plan would model
     unbounded = dataclasses.replace(config, max_decode_gap_ms=None)
+    if not serve_flags.explicit & _CONTEXT_FLAGS:
+        # the context of the preset is what it asks for, nothing to warn of
+        unbounded = dataclasses.replace(unbounded, max_model_len=config.num_tokens)
     facts = DeviceFacts(kind="cuda", cards=ranks, memory_bytes=_CARD_BYTES)
     plan = resolve(unbounded, shape, facts)
     limits = tuple(plan.scheduler_limits(each, shape) for each in configs)
@@ -156,7 +161,7 @@ def prepare(params: Mapping[str, str | bool | None]) -> Experiment:
         int(values["prompt_tokens"] or 0), float(values["attack_after"] or 0.0),
     )  # fmt: skip
     if arrivals is None:
-        _check_together(stall, cost, limits[0], reserved=config.admission == "reserve")
+        _check_together(stall, cost, limits[0])
     noise, seed = float(values["noise"] or 0.0), int(values["seed"] or 0)
     return Experiment(plan, configs, limits, cost, noise, seed, stall, arrivals, plot)
 
@@ -186,11 +191,11 @@ def _is_traced(params: Mapping[str, str | bool | None]) -> bool:
     return bool(named - {"seed"} if params["noise"] is not None else named)
 
 
-def _check_together(
-    stall: StallSpec, cost: StepCost, limits: SchedulerLimits, *, reserved: bool
-) -> None:
+def _check_together(stall: StallSpec, cost: StepCost, limits: SchedulerLimits) -> None:
     """Victims and attacker hold rows and pages at the same time; one that could never be served is
     left to the scheduler's own words.
+
+    Without a reserve the least is their prompts, and a page for the next token of each victim.
     """
     num_rows = stall.num_victims + 1
     if num_rows > limits.max_running:
@@ -203,11 +208,16 @@ def _check_together(
             "victims", stall.num_victims, f"at most {limits.chunk_tokens}, the tokens of a chunk"
         )
     victims, attacker = stall.arrivals(cost, limits.chunk_tokens)
-    pages = [pages_for(each.prompt_tokens + each.max_tokens) for each in (*victims, attacker)]
-    if reserved and max(pages) <= limits.num_pages < sum(pages):
+    clients = (*victims, attacker)
+    pages = [pages_for(each.prompt_tokens + each.max_tokens) for each in clients]
+    needed, held = sum(pages), "reserve together"
+    if limits.admission == "optimistic":
+        prompt_pages = [pages_for(each.prompt_tokens) for each in clients]
+        needed, held = sum(prompt_pages) + len(victims), "hold together at the least"
+    if max(pages) <= limits.num_pages < needed:
         refuse(
             "num_tokens", limits.num_pages * PAGE_TOKENS,
-            f"at least {sum(pages) * PAGE_TOKENS}, what victims and attacker reserve together",
+            f"at least {needed * PAGE_TOKENS}, what victims and attacker {held}",
         )  # fmt: skip
 
 
@@ -228,8 +238,11 @@ def _policies(config: RuntimeConfig, table: str | None) -> tuple[RuntimeConfig, 
         refuse("table", table, f"only one of --table and {flag_name(name)}")
     spec = flag_specs()[name]
     numbers = [parse(word.strip(), spec) for word in table.split(",")]
-    if not all(isinstance(number, int) and number >= 1 for number in numbers):
-        refuse("table", table, "integers >= 1 with commas between them, as in 1,2,4,8,16")
+    try:
+        for number in numbers:
+            checked(name, number, spec)
+    except ValueError:
+        refuse("table", table, "integers in [1, 2^40) with commas between them, as in 1,2,4,8,16")
     replaced = (dataclasses.replace(config, **{name: number}) for number in numbers)  # type: ignore[arg-type]
     return (config, *replaced)
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import math
+import reprlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -28,7 +29,10 @@ from ftruntime.types import PAGE_TOKENS
 
 MAX_TOKENS = 10_000_000
 """Longest prompt or output of a trace; far above any context, so that the server refuses it."""
-_ARRIVALS = "poisson:RATE or uniform:RATE above 0 a second, or burst:SIZE:PERIOD with SIZE >= 1"
+_MIN_RATE = 1e-9
+_ARRIVALS = (
+    "poisson:RATE or uniform:RATE of at least 1e-9 a second, or burst:SIZE:PERIOD with SIZE >= 1"
+)
 _LENGTHS = "fixed:N, uniform:LOW:HIGH or lognormal:MEDIAN:SIGMA in tokens, SIGMA in [0, 5]"
 
 
@@ -90,31 +94,36 @@ def read_trace(path: Path) -> list[Arrival]:
     """Requests of a JSONL file, `{"arrival_s", "prompt_tokens", "max_tokens"}` a line.
 
     Raises:
-        ValueError: a line that is no such object; names the line.
-        OSError: the file cannot be read.
+        ValueError: the file cannot be read, or a line is no such object; names the line.
     """
     arrivals: list[Arrival] = []
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    for number, line in enumerate(lines, 1):
+    try:
+        text = path.read_text(encoding="utf-8-sig", errors="replace")
+    except OSError as error:
+        refuse("trace", str(path), f"a file that can be read ({error.strerror})")
+    # only a newline ends a line: strings may hold other separators unescaped
+    for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             arrival_s, prompt_tokens, max_tokens = _record(line, f"{path}:{number}")
             name = f"client-{len(arrivals)}"
             arrivals.append(Arrival(name, arrival_s, prompt_tokens, max_tokens))
     if not arrivals:
-        refuse("trace", path, "a file with at least one request")
+        refuse("trace", str(path), "a file with at least one request")
     return arrivals
 
 
 def _record(line: str, place: str) -> tuple[float, int, int]:
     try:
         record = json.loads(line)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         record = None
     if not isinstance(record, dict):
         raise ValueError(f"{place} is {line[:60]!r}, expected a JSON object")
     time_s: object = record.get("arrival_s")
     if not isinstance(time_s, int | float) or isinstance(time_s, bool) or not 0 <= time_s < 2**40:
-        raise ValueError(f"{place}: arrival_s is {time_s!r}, expected seconds in [0, 2^40)")
+        raise ValueError(
+            f"{place}: arrival_s is {reprlib.repr(time_s)}, expected seconds in [0, 2^40)"
+        )
     return (
         float(time_s),
         _count(record, "prompt_tokens", place),
@@ -125,7 +134,8 @@ def _record(line: str, place: str) -> tuple[float, int, int]:
 def _count(record: Mapping[str, object], name: str, place: str) -> int:
     value = record.get(name)
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_TOKENS:
-        raise ValueError(f"{place}: {name} is {value!r}, expected an integer in [1, {MAX_TOKENS}]")
+        shown = reprlib.repr(value)
+        raise ValueError(f"{place}: {name} is {shown}, expected an integer in [1, {MAX_TOKENS}]")
     return value
 
 
@@ -133,9 +143,9 @@ def _times(text: str, random: Random) -> Iterator[float]:
     kind, numbers = _split("arrivals", text, _ARRIVALS)
     times: Iterator[float] | None = None
     match kind, numbers:
-        case "poisson", [rate] if rate > 0:
+        case "poisson", [rate] if rate >= _MIN_RATE:
             times = _running_sum(lambda: random.expovariate(rate))
-        case "uniform", [rate] if rate > 0:
+        case "uniform", [rate] if rate >= _MIN_RATE:
             times = _running_sum(lambda: 1 / rate)
         case "burst", [size, period] if size >= 1 and size == int(size) and period >= 0:
             times = (index // int(size) * period for index in count())

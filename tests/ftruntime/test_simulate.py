@@ -7,13 +7,16 @@ Mutants tried and seen red: a decode after N + 1 chunks, a victim that waits for
 preset that keeps the report's `--decode-interleave-every`, an attacker whose wall begins at 0, a
 serve flag that does not override the preset, the first policy's report printed for all, victims one
 chunk after another, gaps of one victim only, noise that costs nothing, a gap bound without margin,
-a seed that asks for a trace beside noise, a plot without the other victims, no retractions told.
+a seed that asks for a trace beside noise, a plot without the other victims, no retractions told,
+the preset's context warned of or no other, a plot drawn first, no check of optimistic victims or
+one without the attacker, a list of N bounded from below only.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import re
 from itertools import pairwise
 
 import matplotlib
@@ -363,20 +366,67 @@ def test_a_client_that_cannot_be_served_is_counted(tmp_path):
     assert "client-1" in text
 
 
+OPTIMISTIC = ("--admission", "optimistic", "--victims", 4, "--max-running-requests", 5,
+              "--prompt-tokens", 200, "--attack-after", 0)  # fmt: skip
+
+
+def test_optimistic_victims_that_just_fit_decode_together():
+    # 4 pages of prompts and a page more for each, and 2 pages of the attacker
+    found = simulate(*OPTIMISTIC, "--num-tokens", 10 * 128, "--victim-tokens", 50)
+    assert found["victim_alone_wall_s"] == pytest.approx(50 * 0.0168)
+    assert found["victim_tokens"] == 200
+    # a step of the attacker and no more, whether or not it meets the victims' prompts
+    assert found["victim_wall_s"] < 51 * 0.0168 + 0.262 + 200 * 0.0002
+
+
+@pytest.mark.parametrize(("words", "num_lines"), [
+    (("--memory-ratio", 0.8), 0), (("--num-tokens", 320_000), 1), (("--num-pages", 2500), 1),
+    (("--model", "pro"), 1), (("--decode-interleave-every", 99), 1),
+])  # fmt: skip
+def test_warnings_are_about_what_was_given(words, num_lines):
+    result = invoke("--prompt-tokens", 9, "--victim-tokens", 1, *words)
+    assert result.exit_code == 0
+    lines = [line for line in result.stderr.splitlines() if " warning ftruntime.cli: " in line]
+    assert len(lines) == num_lines
+
+
+@pytest.mark.parametrize("cost", ["1e6,1e6,1e6,1e6", "1e6,1e6,1e6,1e-300"])
+def test_the_largest_costs_end_in_finite_numbers(cost):
+    words = ("--cost", cost, "--max-decode-gap-ms", 900, "--noise", 0.9, "--victim-tokens", 9)
+    result = invoke("--json", *words, "--prompt-tokens", 20_000, "--attack-after", 0)
+    assert result.exit_code == 0
+    assert not re.search("NaN|Infinity", result.stdout)
+
+
+def test_the_result_is_printed_before_the_plot_fails(tmp_path, monkeypatch):
+    path = tmp_path / "plot.svg"
+
+    def draw(*args: object, **named: object) -> None:
+        raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr("ftruntime.timeline.draw", draw)
+    result = invoke("--json", "--prompt-tokens", 500, "--plot", path)
+    assert result.exit_code == 1
+    assert list(json.loads(result.stdout)) == FIELDS
+    assert result.stderr == f"{path} cannot be opened or written (No space left on device)\n"
+
+
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (("--cost", "1,2"), "--cost is 1,2, expected four numbers >= 0, seconds: "),
+        (("--cost", "1,2"), "--cost is 1,2, expected four numbers in [0, 1000000], seconds: "),
         (("--preset", "best"), "--preset is best, expected one of seed"),
         (("--prompt-tokens", 0), "--prompt-tokens is 0, expected an integer in "),
         (("--victim-tokens", "x"), "--victim-tokens is x, expected an integer in "),
         (("--attack-after", -1), "--attack-after is -1, expected a number >= 0"),
-        (("--table", "1,0"), "--table is 1,0, expected integers >= 1 with commas"),
+        (("--table", "1,0"), "--table is 1,0, expected integers in [1, 2^40) with commas"),
+        (("--table", 2**40), f"--table is {2**40}, expected integers in [1, 2^40) with commas"),
+        (("--cost", "1e308,0,0,0"), "--cost is 1e308,0,0,0, expected four numbers in [0, 1000000]"),
         (("--table", "1", "--decode-interleave-every", 2), "--table is 1, expected only one of "),
         (("--requests", 2, "--table", "1"), "--table is 1, expected it unset with a trace"),
         (("--seed", 2, "--attack-after", 1), "--attack-after is 1, expected it unset with a trace"),
         (("--trace", "x", "--seed", 1), "--seed is 1, expected it unset with --trace"),
-        (("--trace", "/none"), "/none cannot be opened"),
+        (("--trace", "/none"), "--trace is /none, expected a file that can be read (No such file"),
         (("--trace", "x", "--requests", 1, "--noise", 0.1), "--requests is 1, expected it unset"),
         (("--requests", 2, "--victims", 2), "--victims is 2, expected it unset with a trace"),
         (("--victims", 0), "--victims is 0, expected an integer in [1, 1024]"),
@@ -389,8 +439,14 @@ def test_a_client_that_cannot_be_served_is_counted(tmp_path):
             ("--victims", 49, "--victim-tokens", 5000),
             "--num-tokens is 327680, expected at least 450944, what victims and attacker reserve ",
         ),
+        (
+            (*OPTIMISTIC, "--num-tokens", 9 * 128, "--victim-tokens", 1),
+            "--num-tokens is 1152, expected at least 1280, what victims and attacker hold ",
+        ),
         (("--noise", 1), "--noise is 1, expected a number in [0, 1)"),
         (("--noise", -0.1), "--noise is -0.1, expected a number in [0, 1)"),
+        (("--plot", ""), "--plot is '', expected a non-empty string"),
+        (("--plot", "/none/a.svg"), "--plot is /none/a.svg, expected a file that can be written"),
         (("--plot", "a.gif"), "--plot is a.gif, expected a file name that ends in "),
         (("--tp", 3), "--tensor-parallel-size is 3, expected a divisor of "),
         (("--decode-interleave-every", 0), "--decode-interleave-every is 0, expected "),

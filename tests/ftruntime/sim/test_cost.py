@@ -81,11 +81,13 @@ def test_parse():
     assert StepCost.parse("0.262,0.200e-3,1.08e-9,0.0168") == SEED_COST
     assert StepCost.parse(str(SEED_COST)) == SEED_COST
     assert StepCost.parse("0,0,0,0") == StepCost(0, 0, 0, 0)
+    assert StepCost.parse("1e6,1e6,1e6,1e6") == StepCost(*[1e6] * 4)
 
 
 @pytest.mark.parametrize(
-    "text", ["", "1,2", "1,2,3,4,5", "1,2,3,x", "1,2,3,-4", "1,nan,3,4", "inf,2,3,4"]
-)
+    "text", ["", "1,2", "1,2,3,4,5", "1,2,3,x", "1,2,3,-4", "1,nan,3,4", "inf,2,3,4",
+     "1e308,1,1,1", "1,1000001,1,1"],
+)  # fmt: skip
 def test_refusals(text):
-    with pytest.raises(ValueError, match=r"^--cost is .*, expected four numbers >= 0, seconds: "):
+    with pytest.raises(ValueError, match=r"^--cost is .*, expected four numbers in \[0, 1000000\]"):
         StepCost.parse(text)

@@ -2,7 +2,8 @@
 
 Mutants tried and seen red: a rate taken for a period, one random stream for times and lengths or
 for prompts and outputs, the upper end of a uniform length left out, a burst that starts a period
-late, a boolean taken for a count, a page for each victim whatever the chunk.
+late, a boolean taken for a count, a page for each victim whatever the chunk, no least rate, lines
+split at every separator, a byte order mark kept, only a JSONDecodeError caught, values shown whole.
 """
 
 from __future__ import annotations
@@ -99,7 +100,8 @@ def test_names_differ():
 @pytest.mark.parametrize(
     "text",
     ["poisson", "poisson:0", "poisson:-1", "poisson:x", "poisson:1:2", "uniform:0", "burst:0:1",
-     "burst:1.5:1", "burst:2", "burst:2:-1", "poisson:nan", "poisson:inf", "often:1", ""],
+     "burst:1.5:1", "burst:2", "burst:2:-1", "poisson:nan", "poisson:inf", "often:1", "",
+     "poisson:1e-320", "uniform:9e-10"],
 )  # fmt: skip
 def test_refused_arrivals(text):
     with pytest.raises(ValueError, match=r"^--arrivals is .*, expected poisson:RATE or "):
@@ -159,7 +161,12 @@ def test_replay_of_a_file(tmp_path):
         (record(max_tokens=True), ": max_tokens is True, expected an integer in"),
         (record(max_tokens=None), ": max_tokens is None, expected an integer in"),
         (record(max_tokens=2**60), f": max_tokens is {2**60}, expected an integer in"),
+        ("[" * 100_000, f"is '{'[' * 60}', expected a JSON object"),
+        ('{"arrival_s": ' + "1" * 5000 + "}", """is '{"arrival_s": 1111"""),
+        (record(arrival_s="x" * 9000), ": arrival_s is 'xxx"),
+        (record(prompt_tokens=10**4000), ": prompt_tokens is 1000000"),
     ],
+    ids=lambda value: value[:40],
 )
 def test_a_bad_line_is_named(line, sentence, tmp_path):
     path = tmp_path / "trace.jsonl"
@@ -168,6 +175,21 @@ def test_a_bad_line_is_named(line, sentence, tmp_path):
         read_trace(path)
     assert f"{path}:2" in str(refusal.value)
     assert sentence in str(refusal.value)
+    assert len(str(refusal.value)) < 200 + len(str(path))
+
+
+def test_a_file_may_begin_with_a_mark_and_hold_odd_separators(tmp_path):
+    path = tmp_path / "trace.jsonl"
+    line = record()[:-1] + ', "name": "a\u2028b\x85"}'
+    path.write_bytes(b"\xef\xbb\xbf" + f"{line}\r\n{line}".encode())
+    assert [each.prompt_tokens for each in read_trace(path)] == [20, 20]
+
+
+@pytest.mark.parametrize("name", ["none", "."])
+def test_a_file_that_cannot_be_read_names_the_flag(name, tmp_path):
+    with pytest.raises(ValueError) as refusal:
+        read_trace(tmp_path / name)
+    assert str(refusal.value).startswith(f"--trace is {tmp_path / name}, expected a file that can ")
 
 
 def test_a_file_that_is_no_text_is_refused(tmp_path):
@@ -180,5 +202,6 @@ def test_a_file_that_is_no_text_is_refused(tmp_path):
 def test_an_empty_file_is_refused(tmp_path):
     path = tmp_path / "trace.jsonl"
     path.write_text("\n \n")
-    with pytest.raises(ValueError, match="expected a file with at least one request"):
+    with pytest.raises(ValueError, match="expected a file with at least one request") as caught:
         read_trace(path)
+    assert str(caught.value).startswith(f"--trace is {path}, ")
