@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import time
@@ -13,18 +14,34 @@ from typing import Final, TypeVar, cast
 
 import httpx
 
-from ftruntime.bench.recording import Json, Recording, integer, objects
+from ftruntime.bench.recording import Json, Recording, integer, objects, short
 from ftruntime.bench.settings import BenchError, StallSettings
 
 _CONNECT_S: Final = 10.0
-_SHOWN_CHARS: Final = 300
 _OPTIONAL: Final[Json] = {
     "ignore_eos": True, "seed": 0, "stream_options": {"include_usage": True},
 }  # fmt: skip
 
+# the host name of a redirect is decoded even where nobody follows it
+_BROKEN: Final = (httpx.RequestError, UnicodeError)
+
 T = TypeVar("T")
 
 _logger = logging.getLogger(__name__)
+
+
+def check_url(settings: StallSettings) -> None:
+    """Refuse a base URL whose host name has no meaning.
+
+    Raises:
+        ValueError: ``--base-url is VALUE, expected ...``.
+    """
+    try:
+        host = httpx.URL(settings.root).host
+    except (httpx.InvalidURL, UnicodeError):
+        host = ""
+    if not host:
+        settings.refuse_url()
 
 
 class Server:
@@ -39,16 +56,14 @@ class Server:
         self._model = settings.model
         self._optional = dict(_OPTIONAL)
         key = {"Authorization": f"Bearer {settings.api_key}"} if settings.api_key else {}
-        try:
-            self._http = httpx.AsyncClient(
-                base_url=self.root,
-                # a compressed stream would be held back until a block of it is full
-                headers={"Accept-Encoding": "identity", **key},
-                timeout=httpx.Timeout(settings.timeout_s, connect=_CONNECT_S, pool=None),
-                limits=httpx.Limits(max_connections=None),
-            )
-        except httpx.InvalidURL as error:
-            raise BenchError(f"{self.root} is no URL of a server ({error})") from error
+        self._http = httpx.AsyncClient(
+            base_url=self.root,
+            auth=settings.login,
+            # a compressed stream would be held back until a block of it is full
+            headers={"Accept-Encoding": "identity", **key},
+            timeout=httpx.Timeout(settings.timeout_s, connect=_CONNECT_S, pool=None),
+            limits=httpx.Limits(max_connections=None),
+        )
 
     async def __aenter__(self) -> Server:
         return self
@@ -70,32 +85,37 @@ class Server:
         """The model asked for, once known."""
         return self._model
 
-    async def find_model(self) -> None:
+    async def find_model(self) -> int | None:
         """Take the first model of ``/v1/models`` unless one was named.
 
+        Returns:
+            Tokens that the model holds for prompt and output of a request; None where untold.
+
         Raises:
-            BenchError: no server there, or it lists none.
+            BenchError: none was named, and there is no server or it lists none.
         """
-        if self._model is not None:
-            return
-        listed = await self.read_json("/v1/models", "the list of models")
+        named, listed = self._model, None
+        with contextlib.nullcontext() if named is None else contextlib.suppress(BenchError):
+            listed = await self.read_json("/v1/models", "the list of models")
         for card in objects(listed or {}, "data"):
-            if isinstance(card.get("id"), str):
-                self._model = str(card["id"])
-                return
-        raise BenchError(f"{self.root} lists no model at /v1/models, expected --model")
+            name = card.get("id")
+            if isinstance(name, str) and name.isprintable() and named in (None, name):
+                self._model = name
+                return integer(card, "max_model_len")
+        if named is None:
+            raise BenchError(f"{self.root} lists no model at /v1/models, expected --model")
+        return None
 
     async def read_json(self, path: str, what: str) -> Json | None:
         """The JSON object at `path`; None when the server has none there."""
         try:
             answer = await self._http.get(path)
-        except httpx.TransportError as error:
+        except _BROKEN as error:
             raise self._lost(what, error) from error
+        text = answer.content.decode(errors="replace")
         if answer.status_code in (401, 403):
-            raise self._refused(what, answer.status_code, answer.text)
-        if answer.status_code != 200:
-            return None
-        return _object(answer.text)
+            raise self._refused(what, answer.status_code, text)
+        return _object(text) if answer.status_code == 200 else None
 
     async def prompt_tokens(self, prompt: str) -> int:
         """Length of a prompt by the server's own count, from generating one token."""
@@ -103,7 +123,7 @@ class Server:
         try:
             async with self._sent(prompt, 1, stream=False, who=what) as answer:
                 body = _object((await answer.aread()).decode(errors="replace")) or {}
-        except httpx.TransportError as error:
+        except _BROKEN as error:
             raise self._lost(what, error) from error
         usage = body.get("usage")
         count = integer(usage if isinstance(usage, dict) else {}, "prompt_tokens")
@@ -121,7 +141,7 @@ class Server:
             recording.sent_s = time.monotonic()
             async with aclosing(self._events(recording, prompt, num_tokens)) as events:
                 await self._note(recording, events)
-        except httpx.TransportError as error:
+        except _BROKEN as error:
             raise self._lost(recording.progress, error) from error
         finally:
             recording.end_s = time.monotonic()
@@ -164,7 +184,7 @@ class Server:
                     return
                 event = _object(data.decode(errors="replace"))
                 if event is None:
-                    shown = _short(data.decode(errors="replace"))
+                    shown = short(data.decode(errors="replace"))
                     raise BenchError(
                         f"{self.root} sent {shown} to {recording.progress}, expected JSON"
                     )
@@ -211,16 +231,16 @@ class Server:
         }  # fmt: skip
 
     def _refused(self, who: str, status: int, text: str) -> BenchError:
-        message = _message(_object(text) or {}) or _short(text)
+        message = _message(_object(text) or {}) or short(text)
         other = "completions" if self._settings.endpoint == "chat" else "chat"
         no_place = status in (404, 405) and "model" not in message.lower()
         hint = f" (--endpoint {other} asks at another place)" if no_place else ""
         return BenchError(f"{self.root} refused {who} with status {status}: {message}{hint}")
 
-    def _lost(self, who: str, error: httpx.TransportError) -> BenchError:
+    def _lost(self, who: str, error: Exception) -> BenchError:
         if isinstance(error, httpx.ReadTimeout):
             return BenchError(f"{self.root} sent nothing {self._limit} to {who}")
-        said = str(error) or type(error).__name__
+        said = short(str(error) or type(error).__name__)
         if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
             return BenchError(f"{self.root} cannot be reached ({said}), expected a running server")
         return BenchError(f"{self.root} lost {who} ({type(error).__name__}: {said})")
@@ -256,7 +276,7 @@ async def _lines(answer: httpx.Response) -> AsyncIterator[bytes]:
 def _object(text: str) -> Json | None:
     try:
         value = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return cast(Json, value) if isinstance(value, dict) else None
 
@@ -266,10 +286,7 @@ def _message(body: Json) -> str:
     error = body.get("error", body)
     if isinstance(error, dict):
         error = error.get("message") or error.get("detail") or ""
-    return _short(error if isinstance(error, str) else json.dumps(error)) if error else ""
-
-
-def _short(text: str) -> str:
-    """One line of bounded length."""
-    line = " ".join(text.split()) or "no text"
-    return line if len(line) <= _SHOWN_CHARS else line[:_SHOWN_CHARS] + " ..."
+    try:
+        return short(error if isinstance(error, str) else json.dumps(error)) if error else ""
+    except RecursionError:
+        return "too deep to be shown"

@@ -6,9 +6,7 @@ spaces, so every shuffle has the same number of tokens, and two short probes tel
 
 from __future__ import annotations
 
-import itertools
 import random
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -20,11 +18,17 @@ WORDS: Final = (
     "dinner", "eight", "flower", "green", "house", "inside", "jungle", "kind", "letter",
 )  # fmt: skip
 PROBE_SHUFFLES: Final = (1, 3)
+_MOST_WORDS_A_TOKEN: Final = 4
 
 
 def prompt(num_words: int, seed: int) -> str:
     """The head and `num_words` words; another seed differs from the first words on."""
-    return HEAD + "".join(f" {word}" for word in itertools.islice(_shuffles(seed), num_words))
+    generator = random.Random(seed)
+    parts = [HEAD]
+    for first in range(0, num_words, len(WORDS)):
+        shuffle = generator.sample(WORDS, len(WORDS))
+        parts.append(" ".join(shuffle[: num_words - first]))
+    return " ".join(parts)
 
 
 def probe(number: int) -> str:
@@ -44,14 +48,16 @@ class Calibration:
         """From the server's count of each probe's tokens.
 
         Raises:
-            ValueError: the longer probe is not longer.
+            ValueError: the longer probe is not longer, by a token for every few words at least.
         """
-        if not 0 < short_tokens < long_tokens:
-            raise ValueError(
-                f"usage.prompt_tokens is {short_tokens} for a prompt of {len(WORDS)} words and "
-                f"{long_tokens} for one of {PROBE_SHUFFLES[1] * len(WORDS)}, expected to grow"
-            )
         few, many = PROBE_SHUFFLES
+        least = (many - few) * len(WORDS) // _MOST_WORDS_A_TOKEN
+        if short_tokens <= 0 or long_tokens - short_tokens < least:
+            raise ValueError(
+                f"usage.prompt_tokens is {short_tokens} for a prompt of {few * len(WORDS)} words "
+                f"and {long_tokens} for one of {many * len(WORDS)}, expected to grow by at least "
+                f"{least}"
+            )
         shuffle = (long_tokens - short_tokens) / (many - few)
         return Calibration(short_tokens - few * shuffle, shuffle)
 
@@ -59,9 +65,3 @@ class Calibration:
         """Words that make a prompt of about `num_tokens` tokens; off by a few words' tokens."""
         words = (num_tokens - self.head_tokens) * len(WORDS) / self.shuffle_tokens
         return max(1, round(words))
-
-
-def _shuffles(seed: int) -> Iterator[str]:
-    generator = random.Random(seed)
-    while True:
-        yield from generator.sample(WORDS, len(WORDS))

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
+_SHOWN_CHARS: Final = 300
+_LIMIT: Final = 2**53
 _TEXT_FIELDS: Final = ("content", "reasoning_content", "reasoning", "text")
 Json = Mapping[str, object]
 
@@ -68,9 +70,18 @@ def objects(value: Json, name: str) -> list[Json]:
 
 
 def integer(value: Json, name: str) -> int | None:
-    """The integer under `name`, None when there is none."""
+    """The integer under `name`, None when there is none below 2^53 (no count is as large)."""
     found = value.get(name)
-    return found if isinstance(found, int) and not isinstance(found, bool) else None
+    if not isinstance(found, int) or isinstance(found, bool) or abs(found) >= _LIMIT:
+        return None
+    return found
+
+
+def short(text: str) -> str:
+    """One line of bounded length that any terminal takes."""
+    head = text[: 4 * _SHOWN_CHARS].encode(errors="replace").decode()
+    line = " ".join(head.split()) or "no text"
+    return line if len(line) <= _SHOWN_CHARS else line[:_SHOWN_CHARS] + " ..."
 
 
 def _text(choice: Json) -> str:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from urllib.parse import urlsplit
+from typing import NoReturn
+from urllib.parse import unquote, urlsplit
 
 from ftruntime.flags import FlagSpec, checked, choice, integer, number, refuse, words
 
+_SHOWN_CHARS = 300
 _BASE_URL = "the URL of a server, for example http://127.0.0.1:1919"
 
 
@@ -38,7 +40,7 @@ class StallSettings:
     )  # fmt: skip
     victims: int = integer(1, "Streams that decode when the long prompt arrives.", low=1, high=1024)
     victim_tokens: int = integer(700, "Tokens each victim asks for.", low=2)
-    attacker_tokens: int = integer(200019, "Tokens of the long prompt.", low=1)
+    attacker_tokens: int = integer(200019, "Tokens of the long prompt.", low=1, high=10_000_000)
     attack_after: float = number(
         6.0, "Seconds from the moment every victim streams to the arrival of the long prompt.",
         low=0,
@@ -62,17 +64,32 @@ class StallSettings:
         except ValueError:
             usable = None
         if not usable or parts.query or parts.fragment or not self.base_url.isprintable():
-            refuse("base_url", self.base_url, _BASE_URL)
-
+            self.refuse_url()
         if self.api_key is not None and not (self.api_key.isascii() and self.api_key.isprintable()):
             refuse("api_key", "***", "printable ASCII characters")
 
     @property
     def root(self) -> str:
-        """The base URL without a slash or ``/v1`` at its end."""
+        """The base URL without a login, and without a slash or ``/v1`` at its end."""
         parts = urlsplit(str(self.base_url))
         path = parts.path.rstrip("/").removesuffix("/v1")
-        return f"{parts.scheme}://{parts.netloc}{path}"
+        return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{path}"
+
+    @property
+    def login(self) -> tuple[str, str] | None:
+        """User and password of the base URL, None without them."""
+        parts = urlsplit(str(self.base_url))
+        user, password = unquote(parts.username or ""), unquote(parts.password or "")
+        return (user, password) if user or password else None
+
+    def refuse_url(self) -> NoReturn:
+        """Raise the one sentence about the base URL; a login in it is not shown."""
+        login, at, rest = str(self.base_url).rpartition("@")
+        scheme, slashes, _ = login.rpartition("//")
+        url = f"{scheme}{slashes}***@{rest}" if at else rest
+        refuse(
+            "base_url", url if len(url) <= _SHOWN_CHARS else url[:_SHOWN_CHARS] + "...", _BASE_URL
+        )
 
 
 def stall_specs() -> dict[str, FlagSpec]:

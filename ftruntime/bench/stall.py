@@ -14,7 +14,7 @@ from typing import Final
 
 from ftruntime.bench.client import Server
 from ftruntime.bench.prompts import Calibration, probe, prompt
-from ftruntime.bench.recording import Json, Recording, integer
+from ftruntime.bench.recording import Json, Recording, integer, short
 from ftruntime.bench.report import StallReport, gaps, total, wall
 from ftruntime.bench.settings import BenchError, StallSettings
 from ftruntime.bench.steps import StepWatch
@@ -25,6 +25,9 @@ _VICTIM_WORDS: Final = 40
 _FIRST_VICTIM_SEED: Final = 1000
 _POLL_S: Final = 2.0
 _CANCEL_AGAIN_S: Final = 1.0
+_POLICY: Final = (
+    "decode_interleave_every", "max_decode_gap_ms", "prefill_layer_groups",
+)  # fmt: skip
 
 _logger = logging.getLogger(__name__)
 
@@ -85,16 +88,26 @@ async def run_stall(settings: StallSettings) -> StallResult:
         BenchError: the server cannot be measured; nothing is left running on it.
     """
     async with Server(settings) as server:
-        await server.find_model()
+        _check_context(server, settings, await server.find_model())
         stats = await server.read_json("/v1/stats", "its statistics")
-        words = await _num_attacker_words(server, settings)
+        text = await _attacker_text(server, settings)
         alone = await _alone(server, settings)
         watch = StepWatch(server)
-        victims, attacker = await _attacked(server, settings, watch, words)
+        victims, attacker = await _attacked(server, settings, watch, text)
         return _result(server, settings, stats, watch, alone, victims, attacker)
 
 
-async def _num_attacker_words(server: Server, settings: StallSettings) -> int:
+def _check_context(server: Server, settings: StallSettings, max_model_len: int | None) -> None:
+    """The long prompt fits the server, as far as it tells."""
+    room = (max_model_len or 0) - ATTACKER_OUTPUT_TOKENS
+    if 0 < room < settings.attacker_tokens:
+        raise BenchError(
+            f"{server.root} holds {max_model_len} tokens for prompt and output of a request, "
+            f"expected --attacker-tokens of at most {room}, it is {settings.attacker_tokens}"
+        )
+
+
+async def _attacker_text(server: Server, settings: StallSettings) -> str:
     counts = [await server.prompt_tokens(probe(number)) for number in range(2)]
     try:
         calibration = Calibration.from_probes(*counts)
@@ -104,7 +117,10 @@ async def _num_attacker_words(server: Server, settings: StallSettings) -> int:
         "prompts calibrated tokens_of_head=%.1f tokens_of_shuffle=%.1f",
         calibration.head_tokens, calibration.shuffle_tokens,
     )  # fmt: skip
-    return calibration.num_words(settings.attacker_tokens)
+    num_words = calibration.num_words(settings.attacker_tokens)
+    seed = settings.seed if settings.seed is not None else random.SystemRandom().getrandbits(32)
+    _logger.info("long prompt ready words=%d seed=%d", num_words, seed)
+    return prompt(num_words, seed)
 
 
 def _recordings(settings: StallSettings) -> tuple[Recording, ...]:
@@ -137,8 +153,15 @@ def _check_long_enough(
     server: Server, settings: StallSettings, victims: Sequence[Recording]
 ) -> None:
     """Every victim still decodes when the long prompt arrives."""
-    start_s = max(victim.first_piece_s for victim in victims)
+    last = max(victims, key=lambda victim: victim.first_piece_s)
+    start_s = last.first_piece_s
     for victim in victims:
+        if victim.piece_s and last.piece_s and victim.end_s is not None and victim.end_s < start_s:
+            raise BenchError(
+                f"{server.root} ended {victim.who} before {last.who} had its first piece, so not "
+                f"all streams run at once, expected a smaller --victims than {settings.victims} "
+                f"or a larger --victim-tokens than {settings.victim_tokens}"
+            )
         end_s = victim.end_s
         if not victim.piece_s or (end_s is not None and end_s - start_s <= settings.attack_after):
             raise BenchError(
@@ -150,11 +173,9 @@ def _check_long_enough(
 
 
 async def _attacked(
-    server: Server, settings: StallSettings, watch: StepWatch, num_words: int
+    server: Server, settings: StallSettings, watch: StepWatch, text: str
 ) -> tuple[tuple[Recording, ...], Recording]:
     victims, attacker = _recordings(settings), Recording("the long prompt")
-    seed = settings.seed if settings.seed is not None else random.SystemRandom().getrandbits(32)
-    text = prompt(num_words, seed)
 
     async def attack() -> None:
         for victim in victims:
@@ -162,7 +183,7 @@ async def _attacked(
         await asyncio.sleep(settings.attack_after)
         _check_long_enough(server, settings, victims)
         await watch.begin()
-        _logger.info("long prompt sent words=%d seed=%d", num_words, seed)
+        _logger.info("long prompt sent")
         polling = asyncio.ensure_future(_poll(watch))
         try:
             await server.read(attacker, text, ATTACKER_OUTPUT_TOKENS)
@@ -234,7 +255,8 @@ def _policy(stats: Json) -> dict[str, object] | None:
     flags = stats.get("policy")
     if not isinstance(flags, dict):
         return None
-    return {**flags, "chunk_tokens": stats.get("chunk_tokens")}
+    policy: dict[str, object] = {name: integer(flags, name) for name in _POLICY}
+    return {**policy, "chunk_tokens": integer(stats, "chunk_tokens")}
 
 
 def _tokens_during_prefill(victim: Recording, attacker: Recording) -> int | None:
@@ -258,7 +280,8 @@ def _warn(
         if received < settings.victim_tokens and victim.finish_reason != "length":
             _logger.warning(
                 "victim ended early who=%r tokens=%d asked=%d finish_reason=%s",
-                victim.who, received, settings.victim_tokens, victim.finish_reason,
+                victim.who, received, settings.victim_tokens,
+                short(str(victim.finish_reason)),
             )  # fmt: skip
         if victim.end_s is not None and victim.end_s < prefilled_s:
             _logger.warning("victim ended before the long prompt was prefilled who=%r", victim.who)

@@ -14,18 +14,15 @@ from ftruntime.bench.report import print_table
 from ftruntime.bench.settings import BenchError, StallSettings, stall_specs
 from ftruntime.cli.group import FAILED, USAGE, Failure, refusals
 from ftruntime.demo_cache import DISTRIBUTION
+from ftruntime.flags import checked
 from ftruntime.options import given_values, options
-from ftruntime.timeline import check_drawable
+from ftruntime.timeline import PLOT, check_drawable
 
 
 @click.command("bench-stall")
 @click.option("--json", "as_json", is_flag=True, help="One JSON value instead of a table.")
-@click.option(
-    "--plot", metavar="FILE", type=click.Path(path_type=Path),
-    help="Draw the tokens of every victim over time (png, svg or pdf).",
-)  # fmt: skip
-@options(stall_specs())
-def bench_stall(as_json: bool, plot: Path | None, **params: str | bool | None) -> None:
+@options({**stall_specs(), "plot": PLOT})
+def bench_stall(as_json: bool, plot: str | None, **params: str | bool | None) -> None:
     """Measure over HTTP how long running streams wait while a long prompt is prefilled.
 
     Works with any OpenAI-compatible server. Victims stream alone first; then they stream again, and
@@ -34,22 +31,25 @@ def bench_stall(as_json: bool, plot: Path | None, **params: str | bool | None) -
     """
     with refusals(USAGE):
         settings = StallSettings(**given_values(params, stall_specs()))  # type: ignore[arg-type]
-        if plot is not None:
-            check_drawable(plot)
+        path = None if plot is None else Path(str(checked("plot", plot, PLOT)))
+        if path is not None:
+            check_drawable(path)
     log.setup()
     try:
-        from ftruntime.bench import stall
+        from ftruntime.bench import client, stall
     except ModuleNotFoundError as error:
         sentence = f"{error.name} is not installed, expected: pip install '{DISTRIBUTION}[bench]'"
         raise Failure(sentence, FAILED) from error
+    with refusals(USAGE):
+        client.check_url(settings)
     try:
         result = asyncio.run(stall.run_stall(settings))
     except BenchError as error:
         raise Failure(str(error), FAILED) from error
     if as_json:
-        click.echo(json.dumps(result.report.to_dict()))
+        click.echo(json.dumps(result.report.to_dict(), allow_nan=False))
     else:
         print_table(result.report, stall.caption(settings, result), sys.stdout)
-    if plot is not None:
+    if path is not None:
         with refusals(FAILED):
-            stall.plot(plot, settings, result)
+            stall.plot(path, settings, result)

@@ -18,6 +18,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 Json = dict[str, Any]
+Raw = tuple[int, dict[str, str], bytes]  # status, headers and body of an answer
 START_S = 10.0
 
 
@@ -47,6 +48,13 @@ class Behaviour:
     role_chunk: bool = False
     delta_field: str = "content"
     models: tuple[str, ...] = ("other",)
+    max_model_len: int | None = None
+    max_running: int = 1000  # streams beyond wait for the end of another
+    raw_models: Raw | None = None
+    raw_probe: Raw | None = None
+    raw_event: bytes | None = None  # the first one of every stream
+    stats: bytes | None = None
+    cached_tokens: int | None = None  # of every prompt
     key: str | None = None
 
 
@@ -59,11 +67,14 @@ class Foreign:
     paths: list[str] = field(default_factory=list)
     open_streams: int = 0
     num_streams: int = 0
+    authorizations: set[str | None] = field(default_factory=set)
+    rows: asyncio.Semaphore | None = None
 
     def app(self) -> Starlette:
         return Starlette(
             routes=[
                 Route("/v1/models", self._models),
+                Route("/v1/stats", self._stats),
                 Route("/v1/completions", self._generate, methods=["POST"]),
                 Route("/v1/chat/completions", self._generate, methods=["POST"]),
             ]
@@ -76,12 +87,21 @@ class Foreign:
     def prompt_tokens(self, body: Json) -> int:
         return self.behaviour.tokens_of_head + self.behaviour.tokens_per_word * _num_words(body)
 
+    async def _stats(self, request: Request) -> Response:
+        stats = self.behaviour.stats
+        return Response(stats or b"", status_code=404 if stats is None else 200)
+
     async def _models(self, request: Request) -> Response:
+        self.authorizations.add(request.headers.get("authorization"))
+        if self.behaviour.raw_models is not None:
+            return _raw(self.behaviour.raw_models)
         if self.behaviour.key is not None:
             given = request.headers.get("authorization")
             if given != f"Bearer {self.behaviour.key}":
                 return JSONResponse({"detail": "who are you?"}, status_code=401)
-        return JSONResponse({"data": [{"id": name} for name in self.behaviour.models]})
+        told = self.behaviour.max_model_len
+        more = {} if told is None else {"max_model_len": told}
+        return JSONResponse({"data": [{"id": name, **more} for name in self.behaviour.models]})
 
     async def _generate(self, request: Request) -> Response:
         body = await request.json()
@@ -97,11 +117,20 @@ class Foreign:
             status, value = how.long_answer
             return JSONResponse(value, status_code=status)
         if not body["stream"]:
+            if how.raw_probe is not None:
+                return _raw(how.raw_probe)
             usage = {"prompt_tokens": self.prompt_tokens(body), "completion_tokens": 1}
             return JSONResponse({"usage": usage} if how.probe_usage else {})
-        return StreamingResponse(
-            self._events(body, is_long, "chat" in request.url.path), media_type="text/event-stream"
-        )
+        events = self._in_turn(self._events(body, is_long, "chat" in request.url.path))
+        return StreamingResponse(events, media_type="text/event-stream")
+
+    async def _in_turn(self, events: AsyncIterator[str]) -> AsyncIterator[str]:
+        self.rows = self.rows or asyncio.Semaphore(self.behaviour.max_running)
+        async with self.rows:
+            if self.behaviour.raw_event is not None:
+                yield f"data: {self.behaviour.raw_event.decode()}{self.behaviour.newline * 2}"
+            async for event in events:
+                yield event
 
     async def _events(self, body: Json, is_long: bool, chat: bool) -> AsyncIterator[str]:
         how = self.behaviour
@@ -141,7 +170,9 @@ class Foreign:
             asked = (body.get("stream_options") or {}).get("include_usage")
             if how.stream_usage and asked:
                 prompt = self.prompt_tokens(body)
-                usage = {"prompt_tokens": prompt, "completion_tokens": total}
+                usage: Json = {"prompt_tokens": prompt, "completion_tokens": total}
+                if how.cached_tokens is not None:
+                    usage["prompt_tokens_details"] = {"cached_tokens": how.cached_tokens}
                 yield self._event({"choices": [], "usage": usage})
             yield f"data: [DONE]{how.newline * 2}"
         finally:
@@ -154,6 +185,11 @@ class Foreign:
     def _event(self, value: Json) -> str:
         text = json.dumps(value, ensure_ascii=False)
         return f"data: {text}{self.behaviour.newline * 2}"
+
+
+def _raw(answer: Raw) -> Response:
+    status, headers, body = answer
+    return Response(body, status_code=status, headers=headers)
 
 
 def _num_words(body: Json) -> int:

@@ -1,7 +1,7 @@
 """Prompt lengths against a tokenizer written here: bytes, a fixed count a word, and odd counts.
 
 Mutants tried and seen red: a shuffle that repeats words, the head's tokens left out, the two probes
-mixed up, one seed for all prompts.
+mixed up, one seed for all prompts, probes that grow by one token.
 """
 
 from __future__ import annotations
@@ -55,7 +55,11 @@ def test_prompts_of_two_seeds_differ_from_the_start_and_one_seed_repeats():
     assert prompt(500, 7) == prompt(500, 7)
 
 
-@pytest.mark.parametrize("counts", [(10, 10), (10, 9), (0, 30)])
+def test_probes_that_grow_by_a_token_for_every_four_words_are_taken():
+    assert Calibration.from_probes(10, 28) == Calibration(1, 9)
+
+
+@pytest.mark.parametrize("counts", [(10, 10), (10, 9), (0, 30), (10, 27)])
 def test_probes_that_do_not_grow_are_refused(counts):
     with pytest.raises(ValueError, match=rf"usage.prompt_tokens is {counts[0]} .* expected to gr"):
         Calibration.from_probes(*counts)

@@ -5,12 +5,15 @@ late. Mutants tried and seen red: the wait of a timeout restarted by an empty ev
 `asyncio.wait_for` on Python 3.11, events without text counted, usage dropped, pieces taken for
 tokens, a stream's early end accepted, refused fields not left out, two refusals of one field at
 once, lines split at every separator, tasks of a failed run left alone, no wait before the attack,
-one prompt for all victims, the key not sent.
+one prompt for all victims, the key not sent, only transport errors or ValueErrors caught, counts of
+any size taken, a foreign policy taken whole, victims one after another taken for short ones, the
+server's context not asked for, a host name not decoded before the run, no login sent.
 """
 
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import logging
 import os
@@ -37,6 +40,8 @@ from tests.ftruntime.bench.foreign import Behaviour, Foreign, serving
 ROOT = Path(__file__).parents[3]
 TOKENS = 40
 LONG = 600
+DEEP = 100_000 * b"["
+NESTED = 950 * b"[" + 950 * b"]"
 PREFILL_S = 0.2
 LEAST_GAP_S = 0.7 * PREFILL_S
 
@@ -199,13 +204,74 @@ def test_a_victim_that_ends_early_is_said(caplog):
          "ended the victim after 40 pieces, before the long prompt would arrive, expected a larger "
          "--victim-tokens than 40 or a smaller --attack-after than 5"),
         ({"stop_after": 0}, "ended the victim after 0 pieces, before the long prompt would arrive"),
+        ({"victims": 4, "max_running": 2},
+         "ended victim "),
+        ({"victims": 4, "max_running": 2, "attack_after": 0.0},
+         "ended victim "),
+        ({"max_model_len": LONG + 2},
+         f"holds {LONG + 2} tokens for prompt and output of a request, expected --attacker-tokens "
+         f"of at most {LONG - 1}, it is {LONG}"),
+        ({"max_model_len": 1000, "attacker_tokens": 998, "model": "other"},
+         "holds 1000 tokens for prompt and output of a request"),
+        ({"models": ("\ud800", "\n", "")}, "lists no model at /v1/models, expected --model"),
+        ({"raw_models": (200, {}, DEEP)}, "lists no model at /v1/models, expected --model"),
+        ({"raw_models": (200, {"content-type": "text/html; charset=hex"}, b"{}")},
+         "lists no model at /v1/models, expected --model"),
+        ({"raw_models": (302, {"location": "http://xn--/"}, b"")}, "lost the list of models ("),
+        ({"raw_probe": (200, {}, DEEP)}, "answered a short prompt without usage.prompt_tokens"),
+        ({"raw_probe": (500, {}, b'{"error": ' + NESTED + b"}")},
+         "refused a short prompt with status 500: "),
+        ({"raw_probe": (200, {"content-encoding": "gzip"}, b"{}")},
+         "lost a short prompt (DecodingError: "),
+        ({"raw_probe": (200, {}, b'{"usage": {"prompt_tokens": 1' + 400 * b"0" + b"}}")},
+         "answered a short prompt without usage.prompt_tokens"),
+        ({"raw_event": DEEP}, f"sent {'[' * 300} ... to the victim after 0 pieces, expected JSON"),
         ({"models": ()}, "lists no model at /v1/models, expected --model"),
         ({"key": "right"}, "refused the list of models with status 401: who are you?"),
     ],
-    ids=str,
+    ids=lambda value: str(value)[:60],
 )  # fmt: skip
 def test_what_a_server_does_wrong_is_one_sentence(flags, sentence):
     assert failure(**flags).startswith(sentence)
+
+
+@pytest.mark.parametrize("attack_after", [0.0, 9.0])
+def test_victims_that_do_not_run_at_once_are_said(attack_after):
+    sentence = failure(victims=3, max_running=2, attack_after=attack_after)
+    assert re.fullmatch(
+        r"ended victim (\d) before victim (?!\1)\d had its first piece, so not all streams run at "
+        r"once, expected a smaller --victims than 3 or a larger --victim-tokens than 40", sentence
+    )  # fmt: skip
+
+
+def test_an_attacker_that_just_fits_is_sent():
+    result, _ = run(max_model_len=LONG + 3, prefill_s=0.0)
+    assert result.report.victim_tokens == TOKENS
+
+
+def test_a_named_model_needs_no_list_of_models():
+    result, _ = run(raw_models=(403, {}, b"no"), model="mine", prefill_s=0.0)
+    assert (result.model, result.report.victim_tokens) == ("mine", TOKENS)
+
+
+def test_odd_statistics_and_counts_are_unknown(caplog):
+    policy = b'{"decode_interleave_every": 8, "max_decode_gap_ms": 1e999, "x": NaN, "y\\ud800": 1}'
+    with caplog.at_level(logging.WARNING, logger="ftruntime"):
+        result, _ = run(
+            stats=b'{"policy": ' + policy + b', "chunk_tokens": ' + 400 * b"1" + b"}",
+            cached_tokens=10**400, prefill_s=0.0,
+        )  # fmt: skip
+    assert result.report.policy == {
+        "decode_interleave_every": 8, "max_decode_gap_ms": None, "prefill_layer_groups": None,
+        "chunk_tokens": None,
+    }  # fmt: skip
+    assert "cached_tokens" not in caplog.text
+
+
+def test_a_prompt_from_a_prefix_cache_is_said(caplog):
+    with caplog.at_level(logging.WARNING, logger="ftruntime"):
+        run(cached_tokens=256, prefill_s=0.0)
+    assert "long prompt came from a prefix cache in part cached_tokens=256" in caplog.text
 
 
 def test_a_connection_that_breaks_is_one_sentence():
@@ -262,8 +328,21 @@ def test_the_command_prints_one_json_value_or_a_table():
     value = json.loads(result.stdout)
     assert value["victim_tokens"] == TOKENS
     assert value["policy"] is None
-    assert "long prompt sent words=" in result.stderr
+    assert "long prompt ready words=" in result.stderr
     assert f"measured by the client of {url}, model other; long prompt of" in table.stdout
+
+
+def test_a_login_is_sent_and_never_shown():
+    with serving(Behaviour()) as (url, foreign):
+        named = url.replace("//", "//some:s%40cret@")
+        result = invoke("--base-url", named, *SHORT)
+    assert result.exit_code == 0
+    token = base64.b64encode(b"some:s@cret").decode()
+    assert foreign.authorizations == {f"Basic {token}"}
+    away = invoke("--base-url", "http://some:s%40cret@127.0.0.1:1", *SHORT)
+    assert away.stderr.startswith("http://127.0.0.1:1 cannot be reached")
+    for shown in (result.output, away.output):
+        assert "cret" not in shown
 
 
 def test_the_plot_gets_every_victim_and_the_prefill(monkeypatch, tmp_path):
@@ -297,6 +376,9 @@ def test_a_wrong_command_line_is_one_sentence_and_exit_2():
         ((), "--base-url is missing, expected"),
         (("--base-url", "http://h", "--victims", "x"), "--victims is x, expected an integer"),
         (("--base-url", "http://h", "--plot", "a.txt"), "--plot is a.txt, expected a file name"),
+        (("--base-url", "http://h", "--plot", ""), "--plot is '', expected a non-empty string"),
+        (("--base-url", "http://xn--/"), "--base-url is http://xn--/, expected the URL of a serv"),
+        (("--base-url", "http://u:p@a" + 70_000 * "a"), "--base-url is http://***@aaa"),
     ):
         result = invoke(*words)
         assert (result.exit_code, result.stdout) == (2, "")
