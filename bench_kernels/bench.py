@@ -75,6 +75,7 @@ def measured_report(args: argparse.Namespace, figures: Committed) -> dict[str, A
             _told(f"{len(rows)}/{len(work)} {row['op']} {row['case']}")
     except RuntimeError as error:
         lost = str(error).splitlines()[0]
+    _told("")
     return {
         "measured": True, "device": torch.cuda.get_device_name(), "torch": torch.__version__,
         "cuda": torch.version.cuda, "triton": triton.__version__, "lost": lost,

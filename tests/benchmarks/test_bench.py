@@ -281,6 +281,7 @@ def test_the_static_table_as_json(capsys):
     assert report["modelled"] is True
     held = {(x["op"], x["case"]) for x in report["rows"]}
     assert held == set(committed.read().launches)
+    assert all(x["modelled_us"] > 0 and x["ceiling_gb_per_s"] > 0 for x in report["rows"])
     row = next(x for x in report["rows"] if (x["op"], x["case"]) == ("mla_decode", "flash-tp8-csa"))
     assert row["useful_gflop"] == pytest.approx(4 * 8 * 512 * 640 / 1e9)
     assert row["ceiling_tflops"] > 100
