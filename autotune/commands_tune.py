@@ -72,7 +72,7 @@ def tune(
         print_problems(found)
         return
     root, start = out or config.folder(), time.monotonic()
-    with compiling(found, number, state or state_file(gpu), jobs) as setup:
+    with compiling(found, number, state or state_file(gpu), jobs, prune=card is None) as setup:
         choices = tuning.search(found, setup)
     if card:
         choices = measuring(choices, card)

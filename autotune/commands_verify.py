@@ -16,9 +16,9 @@ from autotune.progress import compiling, state_file
 from autotune.tables import pairs, print_rows
 
 _ARCHES = click.Choice(("89", "90", "120"))
-_MOST_FLOPS = 5e9  # of a call that an interpreter gets through in a minute
-_QUICK_FLOPS = 2e7
-_QUICK_KEYS = 2  # of an op
+_MOST_WORK = 5e9  # of a call that an interpreter gets through in a minute
+_QUICK_WORK = 3e7
+_QUICK_KEYS = 1  # of an op
 
 
 @click.command()
@@ -30,7 +30,7 @@ _QUICK_KEYS = 2  # of an op
     show_default=True,
     help="Capability times ten.",
 )
-@click.option("--quick", is_flag=True, help="The two smallest keys of an op.")
+@click.option("--quick", is_flag=True, help="The smallest key of each op.")
 def verify(ops: tuple[str, ...], arch: str, quick: bool) -> None:
     """Run the shipped entries of the named ops (without names: all) by value.
 
@@ -48,7 +48,7 @@ def verify(ops: tuple[str, ...], arch: str, quick: bool) -> None:
     gpu = target.of_arch(int(arch)).name
     names = [spec.name for spec in specs]
     found = verifying.entries(config.folder(), gpu, names)
-    most = float("inf") if has_card else _QUICK_FLOPS if quick else _MOST_FLOPS
+    most = float("inf") if has_card else _QUICK_WORK if quick else _MOST_WORK
     if quick:
         found = verifying.smallest_keys(found, _QUICK_KEYS)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
@@ -59,7 +59,7 @@ def verify(ops: tuple[str, ...], arch: str, quick: bool) -> None:
             progress.update(task, description=f"verify {op}", advance=1)
 
         checked = verifying.verify(
-            found, arch=int(arch), device="cuda" if has_card else "cpu", most_flops=most,
+            found, arch=int(arch), device="cuda" if has_card else "cpu", most_work=most,
             advance=advance,
         )  # fmt: skip
     wrong = [f"{x.op} {pairs(x.key)}: {x.error}" for x in checked if x.error]

@@ -25,13 +25,15 @@ def state_file(gpu: str) -> Path:
 
 @contextlib.contextmanager
 def compiling(
-    found: Sequence[Problem], arch: int, state: Path | None, jobs: int | None
+    found: Sequence[Problem], arch: int, state: Path | None, jobs: int | None, *,
+    prune: bool = True,
 ) -> Iterator[Setup]:  # fmt: skip
     """A setup that shows trials, those dropped, the best gain and the time left.
 
     Args:
         state: file of results that need no compile, None for none.
         jobs: processes that compile, None for one a core.
+        prune: leave out configs that no figure could make the choice.
     """
     from autotune import static
     from autotune.trials import State
@@ -47,7 +49,8 @@ def compiling(
     with Progress(*columns, console=say, transient=True) as progress:
         advance = _watched(progress, total)
         kept = State(state, lambda sentence: click.echo(f"ft-autotune: {sentence}", err=True))
-        yield Setup(arch, static.score, model_hash(), kept, jobs or os.cpu_count() or 1, advance)
+        workers = jobs or os.cpu_count() or 1
+        yield Setup(arch, static.score, model_hash(), kept, workers, prune, advance)
 
 
 def _watched(progress: Progress, total: int) -> Callable[[Job, Trial], None]:

@@ -24,6 +24,7 @@ from ftkernels.spec import Case
 
 User = tuple[str, Case]
 _FLASH = "flash"
+_WIDE_TOLERANCE = 0.01  # a remainder or a mask's load more is no loss
 _RANKS = re.compile(r"\btp(\d+)\b")
 
 
@@ -52,7 +53,8 @@ class Problem:
 class Launch:
     """What a compiled kernel uses; `mma` is the operand types of its matrix instruction.
 
-    `copies` counts asynchronous copies to shared memory, `wide` accesses of 16 bytes a thread.
+    `copies` counts asynchronous copies to shared memory; `wide` is the share of the bytes of all
+    load instructions that come 16 a thread.
     """
 
     kernel: str
@@ -63,7 +65,7 @@ class Launch:
     fits: bool
     mma: str | None
     copies: int
-    wide: int
+    wide: float
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,12 @@ class Trial:
 
 @dataclass
 class Choice:
-    """What was found for a problem; `ranking` has the sound configs, the best first."""
+    """What was found for a problem.
+
+    Args:
+        ranking: the sound configs, the best first.
+        tried: configs that were compiled.
+    """
 
     problem: Problem
     config: object
@@ -93,6 +100,7 @@ class Choice:
     default_us: float
     ranking: tuple[object, ...] = ()
     dropped: Mapping[str, int] = field(default_factory=dict)
+    tried: int = 0
 
     @property
     def gain(self) -> float:
@@ -181,14 +189,16 @@ def _key(found: Found, spec: KernelSpec) -> tuple[str, FrozenKey]:
     return found.op, config.entry_key(found.key, spec.grows)
 
 
-def traits(ptx: str) -> tuple[str | None, int, int]:
-    """MMA operand types, asynchronous copies, and accesses of 16 bytes a thread."""
+def traits(ptx: str) -> tuple[str | None, int, float]:
+    """MMA operand types, asynchronous copies, and the share of loads that are 16 bytes wide."""
     kinds = re.findall(r"\b(?:mma|wgmma\.mma_async)\.sync\.aligned\.m\d+n\d+k\d+\.([\w.]+)", ptx)
     types = sorted({kind.replace("row.col.", "") for kind in kinds})
     copies = re.findall(r"cp\.async\.(?:cg|ca)\.shared\S*\s.*?,\s*(0x[0-9a-f]+|\d+)\s*[,;]", ptx)
-    wide = sum(int(size, 0) == 16 for size in copies)
-    wide += len(re.findall(r"ld\.global\S*\.v(?:4\.[bfsu]32|2\.[bfsu]64)", ptx))
-    return "+".join(types) or None, len(copies), wide
+    loads = re.findall(r"ld\.global\S*?(?:\.v([248]))?\.[bfsu](8|16|32|64)\s", ptx)
+    widths = [int(size, 0) for size in copies]
+    widths += [int(count or 1) * int(bits) // 8 for count, bits in loads]
+    wide = sum(width for width in widths if width >= 16)
+    return "+".join(types) or None, len(copies), wide / sum(widths) if widths else 0.0
 
 
 def refusal(trial: Trial, default: Trial) -> str:
@@ -209,7 +219,7 @@ def refusal(trial: Trial, default: Trial) -> str:
             return "lost its MMA kind"
         if before.copies and not launch.copies:
             return "lost pipelining"
-        if before.wide and not launch.wide:
+        if launch.wide < before.wide - _WIDE_TOLERANCE:
             return "lost 16-byte loads"
     return ""
 
@@ -223,7 +233,7 @@ def choose(problem: Problem, trials: Mapping[object, Trial], *, margin: float) -
     default = trials[problem.default]
     dropped: dict[str, int] = {}
     ratios: dict[object, float] = {}
-    for record in problem.candidates:
+    for record in (x for x in problem.candidates if x in trials):
         rule = refusal(trials[record], default)
         if rule:
             dropped[rule] = dropped.get(rule, 0) + 1
@@ -237,7 +247,26 @@ def choose(problem: Problem, trials: Mapping[object, Trial], *, margin: float) -
     is_known = trials[best].can_tell and default.can_tell and ratios[best] < 1 - margin
     if problem.default in ratios and not is_known:
         best = problem.default
-    return Choice(problem, best, sum(trials[best].us), sum(default.us), ranking, dropped)
+    us, default_us = sum(trials[best].us), sum(default.us)
+    return Choice(problem, best, us, default_us, ranking, dropped, len(trials))
+
+
+def can_gain(problem: Problem, default: Trial, arch: int, *, margin: float) -> bool:
+    """Whether a modelled figure could make another config than the default the choice.
+
+    Not where the figure is a guess, nor where the default is within `margin` of what the card's
+    bandwidth and peak allow any config.
+    """
+    if refusal(default, default):
+        return True
+    floors = [_floor_us(op, case, target.of_arch(arch)) for op, case in problem.users]
+    return default.can_tell and _ratio(floors, default.us) < 1 - margin
+
+
+def _floor_us(op: str, case: Case, card: target.Target) -> float:
+    spec = next(spec for spec in registry() if spec.name == op)
+    bytes_us = spec.bytes_moved(case) / card.memory_gb_per_s * 1e-3
+    return max(bytes_us, spec.flops(case) / card.fp8_tflops * 1e-6)
 
 
 def _ratio(us: Sequence[float], default: Sequence[float]) -> float:

@@ -32,12 +32,14 @@ def print_summaries(summaries: Sequence[Summary], measured: bool) -> None:
     """What a search found, an op a row."""
     how = "measured" if measured else "modelled, no times"
     title = f"keys, candidates tried and dropped, and what falls away of the default's cost ({how})"
-    table = _table(title, ("op",), ("keys", "tried", "dropped", "changed", "least", "most"))
+    table = _table(
+        title, ("op",), ("keys", "candidates", "tried", "dropped", "changed", "least", "most")
+    )
     table.add_column("dropped by")
     for row in summaries:
         share = [f"{gain:.1%}" for gain in (min(row.gains, default=0), max(row.gains, default=0))]
         rules = ", ".join(f"{rule} {n}" for rule, n in sorted(row.dropped.items()))
-        counts = (row.keys, row.tried, sum(row.dropped.values()), len(row.gains))
+        counts = (row.keys, row.candidates, row.tried, sum(row.dropped.values()), len(row.gains))
         table.add_row(row.op, *map(str, counts), *(share if row.gains else ["-", "-"]), rules)
     _console().print(table)
 

@@ -23,7 +23,7 @@ from ftkernels.offline import Compiled, compile_launches
 from ftkernels.spec import Case
 from ftkernels.testing import sass
 
-SCHEMA = 1
+SCHEMA = 2
 Score = Callable[[KernelSpec, Case, Sequence[Compiled]], float]
 
 
@@ -96,7 +96,7 @@ def _launch(compiled: Compiled) -> Launch:
     return Launch(
         kernel=compiled.launch.name, registers=report.regs, spill_bytes=report.spill_bytes,
         shared_bytes=report.shared, warps_per_sm=report.blocks_per_sm * report.num_warps,
-        fits=report.fits, mma=mma, copies=copies, wide=wide,
+        fits=report.fits, mma=mma, copies=copies, wide=round(wide, 4),
     )  # fmt: skip
 
 

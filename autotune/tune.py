@@ -16,7 +16,7 @@ import triton
 
 from autotune import passes, pipes, static, store
 from autotune.measure import measured
-from autotune.search import Choice, Problem, Trial, choose, refusal
+from autotune.search import Choice, Problem, Trial, can_gain, choose, refusal
 from autotune.trials import Job, Score, State, run
 from ftkernels import config, registry
 from ftkernels.testing import sass
@@ -35,6 +35,7 @@ class Setup:
 
     Args:
         model: hash of the score's sources.
+        prune: leave out configs that no figure could make the choice.
         advance: told of each trial as it comes.
     """
 
@@ -43,6 +44,7 @@ class Setup:
     model: str
     state: State
     num_workers: int
+    prune: bool = True
     advance: Callable[[Job, Trial], None] = lambda job, trial: None
 
 
@@ -62,11 +64,6 @@ def model_hash() -> str:
     return "-".join(config.source_hash(part) for part in parts)
 
 
-def jobs_of(problem: Problem, setup: Setup) -> list[Job]:
-    """Every config of a problem in its own cases, the default first."""
-    return [job_of(problem, record, setup) for record in problem.candidates]
-
-
 def job_of(problem: Problem, record: Any, setup: Setup, *, inside: bool = False) -> Job:
     """One config of a problem, in its own cases or inside its hosts."""
     users = problem.hosts if inside else problem.users
@@ -75,9 +72,7 @@ def job_of(problem: Problem, record: Any, setup: Setup, *, inside: bool = False)
 
 def search(found: Sequence[Problem], setup: Setup) -> list[Choice | None]:
     """The choice for every problem, in order; None where not even the default is sound."""
-    jobs = [jobs_of(problem, setup) for problem in found]
-    trials = iter(_run([job for of_one in jobs for job in of_one], setup))
-    tried = [{record: next(trials) for record in problem.candidates} for problem in found]
+    tried = _tried(found, setup)
     choices = [
         choose(problem, by_record, margin=MODELLED_MARGIN)
         for problem, by_record in zip(found, tried, strict=True)
@@ -93,6 +88,23 @@ def search(found: Sequence[Problem], setup: Setup) -> list[Choice | None]:
             choices[index] = choice
         open_ = again
     return choices
+
+
+def _tried(found: Sequence[Problem], setup: Setup) -> list[dict[object, Trial]]:
+    """The trials of every problem: of its default first, then of the others that matter."""
+    defaults = _run([job_of(problem, problem.default, setup) for problem in found], setup)
+    tried = []
+    for problem, default in zip(found, defaults, strict=True):
+        matter = not setup.prune or can_gain(problem, default, setup.arch, margin=MODELLED_MARGIN)
+        tried.append(problem.candidates[1:] if matter else ())
+    jobs = [
+        job_of(x, record, setup) for x, of_x in zip(found, tried, strict=True) for record in of_x
+    ]
+    others = iter(_run(jobs, setup))
+    return [
+        {problem.default: default, **{record: next(others) for record in of_one}}
+        for problem, default, of_one in zip(found, defaults, tried, strict=True)
+    ]
 
 
 def _run(jobs: Sequence[Job], setup: Setup) -> list[Trial]:
@@ -178,13 +190,14 @@ def write(
 
 @dataclass(frozen=True)
 class Summary:
-    """Of one op: keys, configs tried, dropped by rule, keys with another config than the default.
+    """Of one op: keys, candidates, those compiled and dropped, gains of what beats the default.
 
     `gains` are those keys' shares of the default's time that fall away.
     """
 
     op: str
     keys: int
+    candidates: int
     tried: int
     dropped: Mapping[str, int]
     gains: tuple[float, ...]
@@ -201,13 +214,14 @@ def summaries(found: Sequence[Problem], choices: Sequence[Choice | None]) -> lis
 
 def _summary(op: str, pairs: Sequence[tuple[Problem, Choice | None]]) -> Summary:
     dropped: Counter[str] = Counter()
-    gains = []
+    gains, tried = [], 0
     for problem, choice in pairs:
         if choice is not None:
             dropped.update(choice.dropped)
+            tried += choice.tried
             if choice.config != problem.default:
                 gains.append(choice.gain)
     return Summary(
-        op, len(pairs), sum(len(problem.candidates) for problem, _ in pairs), dropped,
+        op, len(pairs), sum(len(problem.candidates) for problem, _ in pairs), tried, dropped,
         tuple(gains), sum(choice is None for _, choice in pairs),
     )  # fmt: skip

@@ -66,13 +66,13 @@ def smallest_keys(
 
 def verify(
     found: Sequence[tuple[str, Mapping[str, Any]]], *, arch: int, device: str,
-    most_flops: float, advance: Callable[[str], None],
+    most_work: float, advance: Callable[[str], None],
 ) -> list[Checked]:  # fmt: skip
     """Check entries one by one.
 
     Args:
         found: pairs of op and entry, as they stand in the files that lookups read.
-        most_flops: cases with more of them are looked up but not run.
+        most_work: cases with more of it, see `work`, are looked up but not run.
         advance: told the name of the op before each entry.
     """
     specs = [spec for spec in registry() if spec.kernel]
@@ -81,13 +81,13 @@ def verify(
     for op, entry in found:
         advance(op)
         problem = cases.get((op, config.entry_key(entry["key"])))
-        checked.append(_checked(op, entry, problem, arch, device, most_flops))
+        checked.append(_checked(op, entry, problem, arch, device, most_work))
     return checked
 
 
 def _checked(
     op: str, entry: Mapping[str, Any], problem: Problem | None, arch: int, device: str,
-    most_flops: float,
+    most_work: float,
 ) -> Checked:  # fmt: skip
     key = entry["key"]
     if problem is None:
@@ -97,13 +97,13 @@ def _checked(
     spec, grows = by_name[name], by_name[op].grows
     case = smallest(spec, case, op, problem.key, grows, arch)
     heard: list[Found] = []
-    if spec.flops(case) <= most_flops:
+    if work(spec, case) <= most_work:
         with target.offline(arch), config.watch(heard.append):
             error = disagreement(spec, case, device=device)
         return Checked(op, key, error or wrong_lookup(heard, op, entry, grows), ran=True)
     error = wrong_lookup(lookups(spec, case, arch), op, entry, grows)
     fewer = smallest(spec, case, op, problem.key, grows, arch, any_bucket=True)
-    if error or spec.flops(fewer) > most_flops:
+    if error or work(spec, fewer) > most_work:
         return Checked(op, key, error, ran=False)
     sizes = dict(problem.key)
     record = replace(problem.default, **entry["config"])  # type: ignore[type-var]
@@ -126,6 +126,11 @@ def wrong_lookup(heard: Sequence[Found], op: str, entry: Mapping[str, Any], grow
         if found.source != entry["source"] or found.config != expected:
             return f"the lookup gives {found.config} ({found.source})"
     return ""
+
+
+def work(spec: KernelSpec, case: Case) -> float:
+    """Flops and ten times the bytes of a call: about what an interpreter's time follows."""
+    return spec.flops(case) + 10.0 * spec.bytes_moved(case)
 
 
 def smallest(

@@ -41,7 +41,8 @@ def chosen(monkeypatch):
 
     def search(found, setup):
         setups.append(setup)
-        return [Choice(x, x.candidates[-1], 1.0, 2.0, x.candidates, {"spills": 2}) for x in found]
+        rules = {"spills": 2}
+        return [Choice(x, x.candidates[-1], 1.0, 2.0, x.candidates, rules, 5) for x in found]
 
     monkeypatch.setattr(tune, "search", search)
     return setups
@@ -55,8 +56,9 @@ def test_tune_writes_a_file_an_op_and_prints_a_table(chosen, tmp_path, capsys):
     assert [x["key"] for x in data["entries"]] == [{"I": 256, "T": 4096}]
     assert not (tmp_path / GPU / "rms_norm.json").exists()  # nothing to choose from
     row = next(line for line in out.splitlines() if "swiglu_clamp" in line)
-    assert row.split()[:7] == ["swiglu_clamp", "1", "6", "2", "1", "50.0%", "50.0%"]
-    assert row.split()[7:] == ["spills", "2"]
+    assert row.split()[:8] == ["swiglu_clamp", "1", "6", "5", "2", "1", "50.0%", "50.0%"]
+    assert row.split()[8:] == ["spills", "2"]
+    assert chosen[0].prune  # nothing would be measured
     assert "modelled, no times" in out
     assert "wrote 1 files in" in err
     assert (chosen[0].arch, chosen[0].num_workers) == (89, 3)

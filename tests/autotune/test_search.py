@@ -16,7 +16,7 @@ from autotune.search import Launch, Problem, Trial
 from ftkernels import config
 from tests.autotune.toy import HOST, PLAIN, TOY, Tile
 
-LAUNCH = Launch("k", 64, 0, 1024, 16, True, "f32.bf16.bf16.f32", 4, 8)
+LAUNCH = Launch("k", 64, 0, 1024, 16, True, "f32.bf16.bf16.f32", 4, 0.8)
 DEFAULT, WIDE, NARROW = Tile(16, 4), Tile(64, 4), Tile(32, 8)
 
 
@@ -105,13 +105,15 @@ PTX = """
   @%p2 ld.global.v4.b32 { %r1, %r2, %r3, %r4 }, [ %rd1 + 0 ];
   ld.global.L1::evict_last.v2.b64 { %rd1, %rd2 }, [ %rd1 + 0 ];
   ld.global.b32 { %r1 }, [ %rd1 + 0 ];
+  @%p3 ld.global.b8 { %rs1 }, [ %rd1 + 0 ];
   ld.shared.v4.b32 { %r1, %r2, %r3, %r4 }, [ %r9 ];
 """
 
 
 def test_traits_are_read_off_the_ptx():
-    assert search.traits(PTX) == ("f32.bf16.bf16.f32", 2, 3)
-    assert search.traits("ret;") == (None, 0, 0)
+    # 16 + 16 + 16 bytes at 16 a thread, and 4 + 4 + 1 at less
+    assert search.traits(PTX) == ("f32.bf16.bf16.f32", 2, 48 / 57)
+    assert search.traits("ret;") == (None, 0, 0.0)
     other = PTX.replace("bf16.bf16.f32 { %r1 }, { %r2 };", "tf32.tf32.f32;", 1)
     assert search.traits(other)[0] == "f32.bf16.bf16.f32+f32.tf32.tf32.f32"
 
@@ -121,7 +123,7 @@ RULES = {
     "spills": {"spill_bytes": 4},
     "lost its MMA kind": {"mma": "f32.tf32.tf32.f32"},
     "lost pipelining": {"copies": 0},
-    "lost 16-byte loads": {"wide": 0},
+    "lost 16-byte loads": {"wide": 0.78},
 }
 
 
@@ -141,6 +143,10 @@ def test_what_the_default_lacks_nothing_can_lose(change):
     assert search.refusal(before, before) == ""
     gained = search.refusal(_trial(1.0), before)
     assert gained == ("lost its MMA kind" if "mma" in change else "")
+
+
+def test_a_hundredth_fewer_wide_loads_are_no_loss():
+    assert search.refusal(_trial(1.0, wide=0.795), _trial(1.0)) == ""
 
 
 def test_trials_that_failed_and_other_launches_are_dropped():
@@ -189,6 +195,26 @@ def test_where_the_model_guesses_the_default_stays(guess):
     assert choice is not None
     assert choice.config == DEFAULT
     assert choice.ranking == (WIDE, DEFAULT)  # what a card would measure first
+
+
+def test_a_default_at_the_bandwidth_or_a_guess_cannot_be_beaten(toys):
+    problem = search.problems([TOY], arch=89)[1]  # 300 and 400 tokens of 128, 8 bytes each
+    floors = [8 * t * 128 / 1008e3 for t in (300, 400)]
+    for factor, gains in ((1.0, False), (1.02, False), (1.05, True)):
+        default = Trial(tuple(factor * us for us in floors), (LAUNCH,))
+        assert search.can_gain(problem, default, 89, margin=0.03) == gains
+        guess = replace(default, can_tell=False)
+        assert not search.can_gain(problem, guess, 89, margin=0.03)
+    spilled = Trial(tuple(floors), (replace(LAUNCH, spill_bytes=8),))
+    assert search.can_gain(problem, spilled, 89, margin=0.03)
+
+
+def test_a_peak_that_no_config_passes_ends_the_search(toys, monkeypatch):
+    heavy = replace(TOY, flops=lambda case: 33 * 10**9)  # 100 us at the card's 330 TFLOP/s
+    monkeypatch.setattr(search, "registry", lambda: (heavy, HOST))
+    problem = search.problems([heavy], arch=89)[0]
+    assert not search.can_gain(problem, _trial(101.0), 89, margin=0.03)
+    assert search.can_gain(problem, _trial(104.0), 89, margin=0.03)
 
 
 def test_an_unsound_default_gives_way_and_may_leave_nothing():

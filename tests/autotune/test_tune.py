@@ -83,6 +83,14 @@ def test_after_a_hosts_refusal_the_next_best_is_tried(setup, monkeypatch):
     assert dict(choice.dropped) == {"spills": 1, "does not fit inside host": 2}
 
 
+def test_what_no_figure_could_choose_is_not_compiled(setup, monkeypatch):
+    monkeypatch.setattr(trials, "_is_described", lambda spec, case, x: False)
+    for prune, tried in ((True, 1), (False, 6)):
+        choices = tune.search(search.problems([TOY], arch=89), replace(setup, prune=prune))
+        assert [x.tried for x in choices if x is not None] == [tried] * 4
+        assert all(x.config == x.problem.default for x in choices if x is not None)
+
+
 def test_every_key_with_candidates_has_an_entry(setup, tmp_path):
     found = search.problems([TOY], arch=89)
     choices = tune.search(found, setup)
@@ -107,7 +115,8 @@ def test_one_config_needs_no_entry(setup, tmp_path):
 def test_a_summary_counts_keys_configs_rules_and_gains(setup):
     found = search.problems([TOY], arch=89)
     (summary,) = tune.summaries(found, [*tune.search(found, setup)[:-1], None])
-    assert (summary.op, summary.keys, summary.tried, summary.unsound) == ("toy", 4, 24, 1)
+    assert (summary.op, summary.keys, summary.candidates, summary.unsound) == ("toy", 4, 24, 1)
+    assert summary.tried == 18
     assert dict(summary.dropped) == {"spills": 3}
     # of 1000/16 + 4 us 1000/64 + 4 are left
     assert summary.gains == pytest.approx((1 - 19.625 / 66.5,))

@@ -31,7 +31,7 @@ def check(tmp_path, monkeypatch):
     monkeypatch.setattr(config, "_ROOT", tmp_path)
     config.forget()
 
-    def run(*entries: dict[str, object], spec=TOY, most_flops=1e9) -> list[verify.Checked]:
+    def run(*entries: dict[str, object], spec=TOY, most_work=1e9) -> list[verify.Checked]:
         for module in (search, verify):
             monkeypatch.setattr(module, "registry", lambda: (spec, HOST))
         path = tmp_path / GPU / "toy.json"
@@ -42,7 +42,7 @@ def check(tmp_path, monkeypatch):
         found = verify.entries(tmp_path, GPU, ["toy", "host"])
         told: list[str] = []
         checked = verify.verify(
-            found, arch=89, device="cpu", most_flops=most_flops, advance=told.append
+            found, arch=89, device="cpu", most_work=most_work, advance=told.append
         )
         assert told == ["toy"] * len(entries)
         return checked
@@ -105,19 +105,19 @@ def _wrong_with(block: int):
     return replace(TOY, op=toy)
 
 
-@pytest.mark.parametrize("most_flops", [1e9, 128.0], ids=["whole", "fewer rows"])
-def test_wrong_values_are_found(most_flops, check):
-    (checked,) = check(ENTRY, spec=_wrong_with(32), most_flops=most_flops)
+@pytest.mark.parametrize("most_work", [1e9, 11000.0], ids=["whole", "fewer rows"])
+def test_wrong_values_are_found(most_work, check):
+    (checked,) = check(ENTRY, spec=_wrong_with(32), most_work=most_work)
     assert "values differ" in checked.error
-    (checked,) = check(ENTRY, spec=_wrong_with(64), most_flops=most_flops)
+    (checked,) = check(ENTRY, spec=_wrong_with(64), most_work=most_work)
     assert (checked.error, checked.ran) == ("", True)
 
 
 def test_too_large_a_case_is_looked_up_only(check):
-    (checked,) = check(ENTRY, spec=_wrong_with(32), most_flops=1.0)
+    (checked,) = check(ENTRY, spec=_wrong_with(32), most_work=1.0)
     assert (checked.error, checked.ran) == ("", False)
     with pytest.warns(UserWarning, match="config file"):
-        (checked,) = check({**ENTRY, "triton": "3.1"}, most_flops=1.0)
+        (checked,) = check({**ENTRY, "triton": "3.1"}, most_work=1.0)
     assert checked.error.startswith("the lookup gives")
 
 
