@@ -32,19 +32,26 @@ class Card:
     driver: str
 
 
+class NoDriverError(RuntimeError):
+    """The machine has no NVIDIA driver."""
+
+
 def driver_cards() -> list[Card]:
     """All cards, by nvidia-ml-py.
 
     Raises:
         ModuleNotFoundError: it is not installed.
-        RuntimeError: there is no driver, or it does not answer.
+        NoDriverError: there is no driver.
+        RuntimeError: the driver does not answer.
     """
     import pynvml
 
+    absent = (pynvml.NVML_ERROR_LIBRARY_NOT_FOUND, pynvml.NVML_ERROR_DRIVER_NOT_LOADED)
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:
-        raise RuntimeError(str(error)) from error
+        kind = NoDriverError if error.value in absent else RuntimeError
+        raise kind(str(error)) from error
     try:
         count = pynvml.nvmlDeviceGetCount()
         return [_card(pynvml, pynvml.nvmlDeviceGetHandleByIndex(i)) for i in range(count)]
@@ -84,8 +91,11 @@ def found_cards() -> tuple[list[Card], list[Check]]:
     except ModuleNotFoundError:
         remedy = f"pip install '{DISTRIBUTION}[serve]' to see the driver and the PCIe link."
         return [], [Check("cards", "nvidia-ml-py is not installed", "warning", remedy)]
+    except NoDriverError as error:
+        return [], [Check("cards", f"no NVIDIA driver ({error})", facts={"cards": 0})]
     except RuntimeError as error:
-        return [], [Check("cards", f"no NVIDIA driver answers ({error})", facts={"cards": 0})]
+        remedy = "Restart the machine if the driver was updated; else install it again."
+        return [], [failed("cards", error, remedy)]
     if not cards:
         return [], [Check("cards", "the driver sees none", facts={"cards": 0})]
     return cards, [_of(number, card) for number, card in enumerate(cards)]

@@ -1,9 +1,10 @@
 """Cards through stand-ins for the driver's library and for torch's: every state of each check.
 
-Mutants tried: capability compared as a number, the current PCIe generation, a narrow slot passed,
-shared memory above the need failed, the library not shut down, a hidden link that ends the check,
-the driver's cards ignored where torch sees none, a pattern not compared, memory not released, the
-slowest copy told, a slow bus passed, widths left out of what is expected of it.
+Mutants tried: a driver that does not answer taken for none, capability compared as a number, the
+current PCIe generation, a narrow slot passed, shared memory above the need failed, the library not
+shut down, a hidden link that ends the check, the driver's cards ignored where torch sees none, a
+pattern not compared, memory not released, the slowest copy told, a slow bus passed, widths left out
+of what is expected of it.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ ADA = Card("NVIDIA GeForce RTX 4090", 24 << 30, (8, 9), 4, 16, 16, "580.1")
 
 
 class NVMLError(Exception):
-    pass
+    def __init__(self, value):
+        super().__init__(f"code {value}")
+        self.value = value
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +44,7 @@ def nvml(monkeypatch):
     def get(name):
         def ask(*handle):
             if told[name] is None:
-                raise NVMLError("Not Supported")
+                raise NVMLError(3)
             return told[name]
 
         return ask
@@ -52,7 +55,8 @@ def nvml(monkeypatch):
 
     module = types.ModuleType("pynvml")
     module.__dict__.update(
-        NVMLError=NVMLError, nvmlInit=init, nvmlDeviceGetCount=get("count"),
+        NVMLError=NVMLError, NVML_ERROR_LIBRARY_NOT_FOUND=12, NVML_ERROR_DRIVER_NOT_LOADED=9,
+        nvmlInit=init, nvmlDeviceGetCount=get("count"),
         nvmlShutdown=lambda: told.update(closed=told["closed"] + 1),
         nvmlDeviceGetHandleByIndex=lambda index: index, nvmlDeviceGetName=get("name"),
         nvmlDeviceGetMemoryInfo=lambda handle: SimpleNamespace(total=24 << 30),
@@ -87,18 +91,23 @@ def test_a_card_is_told(nvml):
 )  # fmt: skip
 def test_states_of_a_card(nvml, change, state):
     nvml.update(change)
-    _, (check,) = card.found_cards()
+    cards, (check,) = card.found_cards()
     assert check.state == state
+    assert check.found.startswith(f"{cards[0].name}, 24.0 GiB")
     assert bool(check.remedy) == (state != "ok")
 
 
 def test_no_library_no_driver_no_card(nvml, monkeypatch):
     nvml["count"] = 0
     assert card.found_cards()[1][0].found == "the driver sees none"
-    nvml["init"] = "Driver Not Loaded"
+    for code in (9, 12):
+        nvml["init"] = code
+        cards, (check,) = card.found_cards()
+        assert (cards, check.state) == ([], "ok")
+        assert check.found == f"no NVIDIA driver (code {code})"
+    nvml["init"] = 18  # another version of the library than the driver's
     cards, (check,) = card.found_cards()
-    assert (cards, check.state) == ([], "ok")
-    assert check.found == "no NVIDIA driver answers (Driver Not Loaded)"
+    assert (cards, check.state, check.found) == ([], "failed", "code 18")
     monkeypatch.setitem(sys.modules, "pynvml", None)
     cards, (check,) = card.found_cards()
     assert (cards, check.state) == ([], "warning")
@@ -107,7 +116,7 @@ def test_no_library_no_driver_no_card(nvml, monkeypatch):
 
 def test_a_driver_that_stops_answering_is_let_go(nvml):
     nvml["name"] = None
-    assert card.found_cards()[1][0].found.startswith("no NVIDIA driver answers")
+    assert card.found_cards()[1][0].state == "failed"
     assert nvml["closed"] == 1
 
 
@@ -235,15 +244,17 @@ def test_memory_that_forgets_fails(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("build", "cards", "state"),
-    [(None, [], "ok"), (None, [ADA], "failed"), ("12.8", [], "ok"), ("12.8", [ADA], "failed")],
+    ("build", "cards", "state", "remedy"),
+    [(None, [], "ok", ""), (None, [ADA], "failed", "install torch with CUDA"),
+     ("12.8", [], "ok", ""), ("12.8", [ADA], "failed", "CUDA_VISIBLE_DEVICES")],
     ids=str,
-)
-def test_cards_that_torch_does_not_see(monkeypatch, build, cards, state):
+)  # fmt: skip
+def test_cards_that_torch_does_not_see(monkeypatch, build, cards, state, remedy):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", build)
     device, memory = card.torch_checks(cards)
     assert device.state == state
+    assert remedy in device.remedy
     assert memory.name == "host mapping"
     assert "pinning needs a card" in memory.found
 
