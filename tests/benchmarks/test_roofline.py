@@ -151,6 +151,15 @@ def test_every_decode_row_reads_index_rows_of_its_own():
     assert scores.flops == 21 * 50 * 2 * 64 * 128 * 1024
 
 
+def test_a_chunk_has_logits_of_its_last_token():
+    heads = {
+        step.tokens: [call.flops for call in step.calls() if call.part == "ends" and call.flops]
+        for step in (Step(3456, 100_010, 8, False), Step(50, 4096, 8, True))
+    }
+    (_, one), (_, rows) = heads[3456], heads[50]  # behind the last hyper-connection
+    assert (one, rows) == (2 * 4096 * 16160, 50 * 2 * 4096 * 16160)
+
+
 def test_sum_and_overlap(figures):
     for step in steps(Assumed(), figures):
         parts = [getattr(step, f"{name}_s") for name in TERMS]
