@@ -99,8 +99,10 @@ class Server:
             listed = await self.read_json("/v1/models", "the list of models")
         for card in objects(listed or {}, "data"):
             name = card.get("id")
-            if isinstance(name, str) and name.isprintable() and named in (None, name):
-                self._model = name
+            # a name that cannot be printed is none
+            usable = isinstance(name, str) and name and name.isprintable()
+            if usable and named in (None, name):
+                self._model = str(name)
                 return integer(card, "max_model_len")
         if named is None:
             raise BenchError(f"{self.root} lists no model at /v1/models, expected --model")
@@ -286,7 +288,4 @@ def _message(body: Json) -> str:
     error = body.get("error", body)
     if isinstance(error, dict):
         error = error.get("message") or error.get("detail") or ""
-    try:
-        return short(error if isinstance(error, str) else json.dumps(error)) if error else ""
-    except RecursionError:
-        return "too deep to be shown"
+    return short(error if isinstance(error, str) else json.dumps(error)) if error else ""

@@ -213,7 +213,8 @@ def test_a_victim_that_ends_early_is_said(caplog):
          f"of at most {LONG - 1}, it is {LONG}"),
         ({"max_model_len": 1000, "attacker_tokens": 998, "model": "other"},
          "holds 1000 tokens for prompt and output of a request"),
-        ({"models": ("\ud800", "\n", "")}, "lists no model at /v1/models, expected --model"),
+        ({"raw_models": (200, {}, b'{"data": [{"id": "\\ud800"}, {"id": "a\\nb"}, {"id": ""}]}')},
+         "lists no model at /v1/models, expected --model"),
         ({"raw_models": (200, {}, DEEP)}, "lists no model at /v1/models, expected --model"),
         ({"raw_models": (200, {"content-type": "text/html; charset=hex"}, b"{}")},
          "lists no model at /v1/models, expected --model"),
@@ -252,6 +253,12 @@ def test_an_attacker_that_just_fits_is_sent():
 def test_a_named_model_needs_no_list_of_models():
     result, _ = run(raw_models=(403, {}, b"no"), model="mine", prefill_s=0.0)
     assert (result.model, result.report.victim_tokens) == ("mine", TOKENS)
+
+
+def test_the_named_model_is_asked_of_several():
+    result, foreign = run(models=("other", "mine"), model="mine", prefill_s=0.0)
+    assert result.model == "mine"
+    assert {body["model"] for body in foreign.bodies} == {"mine"}
 
 
 def test_odd_statistics_and_counts_are_unknown(caplog):
