@@ -1,8 +1,8 @@
 """Step costs: expectations are the formula, worked out by hand.
 
 Mutants tried and seen red: context counted to the end of the part, the fixed cost paid once a
-prompt, a slice that costs a whole chunk, a negative number let through, noise that only slows, and
-noise of half the share.
+prompt, a slice that costs a whole chunk, a negative or endless number let through, noise that only
+slows, and noise of half the share.
 """
 
 from __future__ import annotations
