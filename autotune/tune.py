@@ -22,8 +22,9 @@ from ftkernels import config, registry
 from ftkernels.testing import sass
 from ftkernels.testing.timer import Timer
 
-# what the figures can tell apart: the model leaves out latencies, a card's clock moves
-MODELLED_MARGIN = 0.03
+# what the figures can tell apart: the model leaves out latencies, bank conflicts and what caches
+# hold, and a card's clock moves
+MODELLED_MARGIN = 0.15
 MEASURED_MARGIN = 0.02
 # versions for which every modelled entry is compiled and run by value before it is shipped
 VERSIONS = "3.6 3.7 3.8 3.9"

@@ -154,7 +154,8 @@ def smallest(
         return any(config.entry_key(x.key, grows) == key for x in found)
 
     for name in _FREE:
-        if type(case.get(name)) is not int:
+        # a list of entries keeps the places it is spread over
+        if type(case.get(name)) is not int or (name == "V" and "N" in case):
             continue
         tried = ({**case, name: size} for size in _SIZES if size < case[name])
         case = next(filter(looks_up, tried), case)

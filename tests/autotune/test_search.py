@@ -2,7 +2,7 @@
 
 Mutants tried: each drop rule left out, equals taken in the order of their scores alone, the margin
 ignored, the sum of microseconds in place of the mean ratio, a bucket's key handed to the default,
-`--tp` ignored, the reference ops searched, a guess of the model believed.
+`--tp` ignored, a guess of the model believed, candidates in another order.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ import triton
 
 from autotune import search, verify
 from ftkernels import config
-from tests.autotune.toy import HOST, TOY, default_tile
+from tests.autotune.toy import HOST, TOY, Tile, default_tile
 
 GPU = "nvidia_geforce_rtx_4090"
 ENTRY = {
@@ -89,6 +89,13 @@ def test_an_entry_for_no_case_is_wrong(check):
     assert (checked.error, checked.ran) == ("no case of the registry looks it up", False)
 
 
+def test_other_keys_of_the_op_are_none_of_the_entrys_business():
+    other = config.Found("toy", {"T": 9, "I": 7}, Tile(1, 1), "default")
+    mine = config.Found("toy", {"T": 300, "I": 128}, Tile(32, 8), "modelled")
+    assert verify.wrong_lookup([other, mine], "toy", ENTRY, "T") == ""
+    assert verify.wrong_lookup([other], "toy", ENTRY, "T") == "the op does not look it up"
+
+
 def test_an_exact_key_is_not_its_bucket(check):
     (checked,) = check({**ENTRY, "key": {"I": 128, "T": 300}})
     assert checked.error == "no case of the registry looks it up"
@@ -128,6 +135,9 @@ def test_sizes_shrink_as_far_as_the_key_allows(monkeypatch):
     assert small == {**case, "T": 257, "S": 1}
     fewer = verify.smallest(TOY, case, "toy", key, "T", 89, any_bucket=True)
     assert fewer == {**case, "T": 1, "S": 1}
+    for listed, vocab in (({}, 1), ({"N": 50}, 60)):
+        small = verify.smallest(TOY, {**case, "V": 60, **listed}, "toy", key, "T", 89)
+        assert small["V"] == vocab
 
 
 def test_the_smallest_keys_of_each_op_are_quick():
