@@ -137,7 +137,7 @@ def test_table_has_the_same_numbers(capsys):
         numbers = [row["registers"], row["spill_bytes"], row["shared_bytes"], row["warps_per_sm"]]
         assert line.split()[-13:-8] == [*map(str, numbers), "yes"]
         assert line.split()[-8:-5] == ["-", "-", "-"]
-        assert line.split()[-3:] == ["-", row["bound"], "default"]
+        assert line.split()[-3:] == ["-", row["bound"], row["source"]]
         assert row["case"]["name"] in line
         assert f"num_warps={row['config']['num_warps']}" in line
 
