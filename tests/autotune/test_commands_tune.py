@@ -1,7 +1,6 @@
 """`ft-autotune tune`, `verify` and `report` from the shell: what they print, write and refuse.
 
-Mutants tried: a dry run that compiles, the table on stderr, a folder that cannot be written taken
-for success, verify without the interpreter, exit 0 with wrong entries.
+Mutants tried: a dry run that compiles, exit 0 with wrong entries.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The entries that ship: one for each key that has a choice, current, found by lookups, right.
 
-Mutants tried: an entry left out, one of another source, one for no key, one that is no candidate, a
-value that the op gets wrong.
+Mutants tried: an entry left out, one of another source, one for no key, one that is no candidate.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A whole search on stand-ins, and one of a real op that is repeated byte for byte.
 
 Mutants tried: hosts not asked, the next best not tried after a host's refusal, the default not
-written where nothing beats it, keys without a choice written, candidates in the order of a set.
+written where nothing beats it, keys without a choice written.
 """
 
 from __future__ import annotations

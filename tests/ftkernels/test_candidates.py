@@ -3,8 +3,7 @@
 The interpreter shows how tiles order a sum, not how threads do: ops whose sums run across the
 threads of a block have no candidates with other numbers of warps, and some have none at all.
 
-Mutants tried: other tiles of rows in `mla_prefill`, one query in place of sixteen rows of them,
-half a slice of K a step in `linear`.
+Mutants tried: other tiles of rows in `mla_prefill`, one query in place of sixteen rows of them.
 """
 
 from __future__ import annotations
