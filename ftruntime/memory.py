@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final
 
-from ftruntime.checkpoint.names import TensorSpec, expected_tensors
+from ftruntime.checkpoint.names import TensorSpec, expected_tensors, sharded_dim
 from ftruntime.model.config import ModelConfig
 from ftruntime.types import PAGE_TOKENS
 
@@ -30,11 +31,6 @@ _SPLIT_ROWS: Final = 8192
 # launches of a layer's decode step, at most, and an assumed cost of each in a captured graph
 _GRAPH_NODES: Final = 20
 _GRAPH_NODE_BYTES: Final = 8 << 10
-# matrices of which a rank holds its share; everything else is replicated
-_SHARDED: Final = (
-    "embed.", "head.", ".attn.wq_b.", ".attn.wo_a.", ".attn.wo_b.", ".attn.attn_sink",
-    ".shared_experts.",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -53,6 +49,7 @@ def element_bytes(numerics: str) -> int:
     return _FP32 if numerics == "exact" else 2
 
 
+@lru_cache(maxsize=64)  # walks every expert
 def weight_bytes(shape: ModelConfig, *, widened: bool, ranks: int) -> WeightBytes:
     """Weights as they stay in memory.
 
@@ -66,17 +63,12 @@ def weight_bytes(shape: ModelConfig, *, widened: bool, ranks: int) -> WeightByte
         if ".ffn.experts." in name:
             first_expert += size if name.startswith("layers.0.ffn.experts.0.") else 0
             continue
-        dense += -(-size // ranks) if is_sharded(name) else size
+        dense += -(-size // ranks) if sharded_dim(name) is not None else size
     return WeightBytes(
         dense=dense,
         expert=-(-first_expert // ranks),
         num_experts=shape.num_hidden_layers * shape.n_routed_experts,
     )
-
-
-def is_sharded(name: str) -> bool:
-    """Whether tensor-parallel ranks hold a share each of this dense matrix."""
-    return any(mark in f".{name}" for mark in _SHARDED)
 
 
 def _widened_bytes(spec: TensorSpec) -> int:

@@ -20,10 +20,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Final
 
 from ftruntime import memory
-from ftruntime.checkpoint.names import expected_tensors
+from ftruntime.checkpoint.names import expected_tensors, sharded_dim
 from ftruntime.model.config import ModelConfig
 
 if TYPE_CHECKING:
@@ -248,6 +249,7 @@ def looked_up_bytes(shape: ModelConfig, ranks: int) -> int:
     return embed + 8 * shape.num_hash_layers * shape.vocab_size * shape.num_experts_per_tok
 
 
+@lru_cache(maxsize=64)  # walks every expert
 def linear_flops(shape: ModelConfig, *, ranks: int) -> Mapping[str, float]:
     """FLOPs of one token on one rank in matrices that every token passes, by operand width: FP8,
     and bf16 activations (output groups, compressors, routers). The head is none of them.
@@ -259,7 +261,7 @@ def linear_flops(shape: ModelConfig, *, ranks: int) -> Mapping[str, float]:
         if name in ("embed.weight", "head.weight"):
             continue
         narrow = spec.dtype == "F8_E4M3" and ".attn.wo_a." not in name
-        share = ranks if memory.is_sharded(name) else 1
+        share = ranks if sharded_dim(name) is not None else 1
         flops["fp8" if narrow else "bf16"] += 2 * spec.num_elements / share
     return flops
 

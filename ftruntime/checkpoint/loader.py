@@ -33,7 +33,13 @@ from ftruntime.checkpoint.memory import (
     estimate,
     require_memory,
 )
-from ftruntime.checkpoint.names import FP4_GROUP, FP8_BLOCK, expected_tensors, expert_name
+from ftruntime.checkpoint.names import (
+    FP4_GROUP,
+    FP8_BLOCK,
+    expected_tensors,
+    expert_name,
+    sharded_dim,
+)
 from ftruntime.model.config import ModelConfig
 
 _logger = logging.getLogger(__name__)
@@ -106,8 +112,8 @@ def load_weights(
         device: where `tensors` and `linears` go.
         progress: called with what is done so far, as "3.20 of 6.00 GiB, 1.90 GB/s", and the share
             of bytes read, in [0, 1].
-        rank, ranks: the experts' slice that is read: rows `[rank * I / ranks, ...)` of w1 and w3
-            and those columns of w2; everything else is read whole.
+        rank, ranks: whose share is read of the tensors that `sharded_dim` names, and of the routed
+            experts: rows `[rank * I / ranks, ...)` of w1 and w3 and those columns of w2.
         pack: put FP4 experts into the kernels' order (`ftkernels.pack_fp4`); scales are folded
             where those of all layers fold.
         expert_load: "serial" places experts in file order; "parallel" by several threads; "auto" is
@@ -200,7 +206,9 @@ class _Loader:
         expected = expected_tensors(config)
         dense = {n: s for n, s in expected.items() if ".ffn.experts." not in n}
         num_experts = config.num_hidden_layers * config.n_routed_experts
-        self.total_bytes = sum(spec.num_bytes for spec in dense.values())
+        self.total_bytes = sum(
+            spec.num_bytes // self._num_shares(name) for name, spec in dense.items()
+        )
         self.total_bytes += num_experts * self.form.stored_bytes
         tensors: dict[str, torch.Tensor] = {}
         linears: dict[str, LinearWeight] = {}
@@ -261,21 +269,37 @@ class _Loader:
                 advised += 1
             yield partial(_place, builder, layer, expert)
 
+    def _num_shares(self, name: str) -> int:
+        return 1 if sharded_dim(name) is None else self.form.ranks
+
     def _tensor(self, name: str) -> torch.Tensor:
-        value = self._stored(name)
+        value = self._stored(name, sharded_dim(name))
         if name.endswith(".tid2eid"):
             self._check_table(name, value)
         widen = self.form.dequantize == torch.float32 and value.is_floating_point()
         return value.to(self.device, torch.float32 if widen else value.dtype)
 
     def _linear(self, name: str) -> LinearWeight:
-        weight, scale = self._stored(f"{name}.weight"), self._stored(f"{name}.scale")
+        dtype, dim = self.form.dequantize, sharded_dim(f"{name}.weight")
+        # a share across the edge of a block of scales is taken of the dequantized matrix
+        whole = dim is not None and self._crosses_blocks(f"{name}.weight", dim)
+        if whole and dtype is None:
+            shape = self.index.entries[f"{name}.weight"].shape
+            raise ValueError(
+                f"load_weights: ranks is {self.form.ranks}, expected shares of {name} "
+                f"{list(shape)} within blocks of {FP8_BLOCK}, or dequantized weights"
+            )
+        weight = self._stored(f"{name}.weight", None if whole else dim)
+        scale = self._stored(f"{name}.scale", None)
+        if dim is not None and not whole:
+            scale = self._scale_share(scale, self.index.entries[f"{name}.weight"].shape[dim], dim)
         check_scale(self.index.entries[f"{name}.scale"], scale)
-        dtype = self.form.dequantize
         if dtype is None:
             return LinearWeight(weight.to(self.device), scale.to(self.device))
         block = (FP8_BLOCK, FP8_BLOCK)
         full = ftkernels.dequantize_fp8_reference(weight, scale, group=block, dtype=dtype)
+        if whole and dim is not None:
+            full = self._share(full, dim)
         if self.form.by_columns:
             full = full.mT.contiguous().mT
         return LinearWeight(full.to(self.device), None)
@@ -288,10 +312,30 @@ class _Loader:
                 f"expected 0 to {self.form.config.n_routed_experts - 1}"
             )
 
-    def _stored(self, name: str) -> torch.Tensor:
-        entry = self.index.entries[name]
-        value = torch.empty(entry.shape, dtype=_TORCH_DTYPES[entry.dtype])
-        self.files.read(entry, value)
+    def _crosses_blocks(self, name: str, dim: int) -> bool:
+        share = self.index.entries[name].shape[dim] // self.form.ranks
+        return self.form.ranks > 1 and bool(share % FP8_BLOCK and FP8_BLOCK % share)
+
+    def _scale_share(self, scale: torch.Tensor, size: int, dim: int) -> torch.Tensor:
+        """Scales of the blocks that this rank's share of `size` rows or columns lies in."""
+        share = size // self.form.ranks
+        first = self.form.rank * share
+        last = -(-(first + share) // FP8_BLOCK)
+        return scale.narrow(dim, first // FP8_BLOCK, last - first // FP8_BLOCK).contiguous()
+
+    def _share(self, whole: torch.Tensor, dim: int) -> torch.Tensor:
+        return whole.chunk(self.form.ranks, dim)[self.form.rank].contiguous()
+
+    def _stored(self, name: str, dim: int | None) -> torch.Tensor:
+        """A stored tensor, or this rank's share of it along `dim`."""
+        entry, form = self.index.entries[name], self.form
+        shape = list(entry.shape)
+        if dim == 0:
+            shape[0] //= form.ranks
+        value = torch.empty(shape, dtype=_TORCH_DTYPES[entry.dtype])
+        self.files.read(entry, value, skip=form.rank * value.nbytes if dim == 0 else 0)
+        if dim is not None and dim > 0:
+            value = self._share(value, dim)
         self.read_bytes += value.nbytes
         return value
 

@@ -25,6 +25,14 @@ DTYPE_BYTES: Final[dict[str, int]] = {
 }  # fmt: skip
 """Bytes of an element, for the safetensors dtypes the format uses."""
 
+# matrices of which a rank holds its share, and the dimension that is shared out; everything else
+# is replicated
+_SHARED_OUT: Final[dict[str, int]] = {
+    "embed.": 0, "head.": 0, ".attn.wq_b.": 0, ".attn.wo_a.": 0, ".attn.wo_b.": 1,
+    ".attn.attn_sink": 0, ".shared_experts.w1.": 0, ".shared_experts.w2.": 1,
+    ".shared_experts.w3.": 0,
+}  # fmt: skip
+
 Named = tuple[str, "TensorSpec"]
 
 
@@ -42,6 +50,12 @@ class TensorSpec:
     @property
     def num_bytes(self) -> int:
         return self.num_elements * DTYPE_BYTES[self.dtype]
+
+
+def sharded_dim(name: str) -> int | None:
+    """The dimension of a dense tensor that tensor-parallel ranks share out; None: each has it
+    all."""
+    return next((dim for mark, dim in _SHARED_OUT.items() if mark in f".{name}"), None)
 
 
 def fp8_tensors(name: str, rows: int, columns: int) -> Iterator[Named]:
