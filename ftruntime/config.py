@@ -31,7 +31,6 @@ __all__ = [
     "DeviceFacts",
     "Plan",
     "RuntimeConfig",
-    "check_servable",
     "flag_specs",
     "inactive_flags",
     "resolve",
@@ -253,17 +252,6 @@ def _build(values: Mapping[str, object], explicit: frozenset[str]) -> RuntimeCon
 def flag_specs() -> dict[str, FlagSpec]:
     """Field name -> its flag, in the order of the help."""
     return {f.name: f.metadata["flag"] for f in fields(RuntimeConfig) if "flag" in f.metadata}
-
-
-def check_servable(config: RuntimeConfig) -> None:
-    """Refuse what `serve` and `LLM` do not do in this version; `inspect` plans with it.
-
-    Raises:
-        ValueError: ``--flag is VALUE, expected ...``.
-    """
-    if config.tensor_parallel_size > 1:
-        expected = "1: serving on several ranks is not available in this version"
-        refuse("tensor_parallel_size", config.tensor_parallel_size, expected)
 
 
 def inactive_flags(config: RuntimeConfig, plan: Plan) -> list[str]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 
 from ftruntime.completion import Completion, RequestOutput, request_output
-from ftruntime.config import RuntimeConfig, check_servable
+from ftruntime.config import RuntimeConfig
 from ftruntime.demo_cache import ensure_demo
 from ftruntime.engine.build import build_engine
 from ftruntime.engine.collect import fewer_collections
@@ -42,7 +42,6 @@ class LLM:
             raise ValueError("explicit is not a setting, expected a flag of serve")
         given = flags if model is None else {"model": str(model), **flags}
         config = RuntimeConfig.from_flags(**given)
-        check_servable(config)
         with StartProgress() as progress:
             directory = ensure_demo() if config.model is None else Path(config.model)
             self._tokenizer = _tokenizer(directory)

@@ -155,6 +155,10 @@ class RequestRejectedError(ValueError):
         self.status = status
 
 
+class EngineFailedError(Exception):
+    """The engine cannot go on: a rank is gone, or hangs. One sentence."""
+
+
 @dataclass(frozen=True)
 class SchedulerLimits:
     """What the resolved plan allows; the numbers of api.md section 3."""

@@ -12,7 +12,7 @@ from ftruntime import inspect as inspection
 from ftruntime import log
 from ftruntime.cli.common import checkpoint_shape, log_lines
 from ftruntime.cli.group import USAGE, refusals
-from ftruntime.config import check_servable, inactive_flags
+from ftruntime.config import inactive_flags
 from ftruntime.options import flag_options, read_config
 from ftruntime.plan import resolve
 
@@ -50,14 +50,12 @@ def inspect(
         _logger.warning(
             "plan does not fit needed_bytes=%d budget_bytes=%d", plan.total_bytes, plan.budget_bytes
         )
-    sentences = []
-    for check in (lambda: check_servable(config), lambda: resolve(config, shape, facts)):
-        try:
-            check()
-        except ValueError as error:
-            sentences.append(str(error))
-            _logger.warning("serve refuses to start with these flags: %s", error)
-    refusal = sentences[0] if sentences else None
+    refusal = None
+    try:
+        resolve(config, shape, facts)
+    except ValueError as error:
+        refusal = str(error)
+        _logger.warning("serve refuses to start with these flags: %s", error)
     values = inspection.report(str(config.model), config, shape, plan, refusal)
     if as_json:
         click.echo(json.dumps(values))

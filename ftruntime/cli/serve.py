@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import platform
 from dataclasses import replace
 from pathlib import Path
@@ -12,9 +13,11 @@ import click
 from ftruntime import log
 from ftruntime.cli.common import checkpoint_shape, log_lines, progress_bar
 from ftruntime.cli.group import FAILED, USAGE, Failure, refusals
-from ftruntime.config import RuntimeConfig, check_servable, inactive_flags
+from ftruntime.config import RuntimeConfig, inactive_flags
 from ftruntime.demo_cache import DISTRIBUTION, ensure_demo
+from ftruntime.engine.meeting import Meeting, meeting_of
 from ftruntime.facts import probe
+from ftruntime.flags import refuse
 from ftruntime.model.config import ModelConfig
 from ftruntime.options import flag_options, read_config
 from ftruntime.plan import Plan, resolve
@@ -29,17 +32,33 @@ def serve(model_dir: str | None, **params: str | bool | None) -> int:
     """Serve MODEL, a checkpoint directory, over HTTP; without one, a demo model."""
     with refusals(USAGE):
         config = read_config(params, model_dir)
-        check_servable(config)
         facts = probe(config.device)
+        meeting = _meeting(config)
     log.setup()
     _check_platform()
     config = _with_model(config)
     shape = checkpoint_shape(config)
     with refusals(USAGE):
         plan = resolve(config, shape, facts)
+    if meeting is not None and meeting.rank > 0:
+        return _run_rank(config, meeting, plan.kind)
     _log_plan(config, plan)
     with refusals(FAILED):
         return _run(config, shape)
+
+
+def _meeting(config: RuntimeConfig) -> Meeting | None:
+    """Where torchrun says that the ranks meet; None without it."""
+    meeting, ranks = meeting_of(os.environ), config.tensor_parallel_size
+    if meeting is not None and meeting.size != ranks:
+        refuse("tensor_parallel_size", ranks, f"{meeting.size}, the ranks that torchrun starts")
+    return meeting
+
+
+def _run_rank(config: RuntimeConfig, meeting: Meeting, kind: str) -> int:
+    from ftruntime.engine.worker import run_rank
+
+    return run_rank(config, meeting, kind)
 
 
 def _run(config: RuntimeConfig, shape: ModelConfig) -> int:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -13,10 +14,12 @@ import ftkernels
 from ftruntime.checkpoint.loader import load_weights
 from ftruntime.config import RuntimeConfig
 from ftruntime.demo_cache import ensure_demo
-from ftruntime.engine.executor import DeviceExecutor
+from ftruntime.engine.executor import DeviceExecutor, LeadingExecutor, Runs
 from ftruntime.engine.expert_store import ExpertStore
 from ftruntime.engine.loop import EngineLoop, MonotonicClock
+from ftruntime.engine.ranks import RankProcesses, start_ranks
 from ftruntime.engine.runner import BatchBuilder
+from ftruntime.engine.tp import TensorParallel
 from ftruntime.engine.warmup import warm_up
 from ftruntime.facts import probe
 from ftruntime.kvcache.storage import KVStorage
@@ -24,7 +27,7 @@ from ftruntime.model.config import ModelConfig
 from ftruntime.model.numerics import Numerics
 from ftruntime.model.scratch import scratch_bytes
 from ftruntime.model.transformer import Transformer
-from ftruntime.plan import Plan, resolve
+from ftruntime.plan import DeviceFacts, Plan, resolve
 from ftruntime.scheduler.scheduler import Scheduler
 from ftruntime.types import PAGE_TOKENS
 
@@ -33,7 +36,50 @@ Progress = Callable[[str, float], None]
 _logger = logging.getLogger(__name__)
 
 
-def build_engine(config: RuntimeConfig, progress: Progress) -> EngineLoop:
+@dataclass(frozen=True)
+class Rank:
+    """What one rank runs plans with."""
+
+    plan: Plan
+    shape: ModelConfig
+    executor: DeviceExecutor
+    experts: ExpertStore
+
+
+def build_rank(
+    config: RuntimeConfig, facts: DeviceFacts, parallel: TensorParallel | None, progress: Progress
+) -> Rank:
+    """Load one rank's share and make its pools; all ranks work by the same plan."""
+    directory = Path(str(config.model))
+    shape = ModelConfig.from_dir(directory)
+    if parallel is not None:
+        facts = agreed(parallel.collect(facts))
+    plan = resolve(config, shape, facts)
+    if plan.kind == "cpu":
+        torch.set_num_threads(1)
+    numerics = Numerics.of(config.numerics)
+    model, experts = load_model(directory, shape, numerics, plan, progress, config, parallel)
+    executor = make_executor(
+        model, plan, kv_format=config.kv_format, prefix_cache=config.cache_type == "radix",
+        experts=experts,
+    )  # fmt: skip
+    if parallel is not None:
+        parallel.collect(None)  # sums have a timeout, and others may still be loading
+    return Rank(plan, shape, executor, experts)
+
+
+def agreed(facts: Sequence[DeviceFacts]) -> DeviceFacts:
+    """The least that any rank has."""
+    hosts = [fact.host_bytes for fact in facts if fact.host_bytes is not None]
+    return replace(
+        facts[0], memory_bytes=min(fact.memory_bytes for fact in facts),
+        host_bytes=min(hosts) if hosts else None,
+    )  # fmt: skip
+
+
+def build_engine(
+    config: RuntimeConfig, progress: Progress, *, on_end: Callable[[str], None] = lambda text: None
+) -> EngineLoop:
     """Load the checkpoint and make everything that serves it.
 
     Args:
@@ -45,22 +91,23 @@ def build_engine(config: RuntimeConfig, progress: Progress) -> EngineLoop:
         damaged.
         MemoryError: it does not fit.
     """
-    directory = Path(config.model) if config.model is not None else ensure_demo()
-    shape = ModelConfig.from_dir(directory)
-    plan = resolve(config, shape, probe(config.device))
-    if plan.kind == "cpu":
-        torch.set_num_threads(1)
-    numerics = Numerics.of(config.numerics)
-    model, experts = load_model(directory, shape, numerics, plan, progress, config)
-    executor = make_executor(
-        model, plan, kv_format=config.kv_format, prefix_cache=config.cache_type == "radix",
-        experts=experts,
-    )  # fmt: skip
+    if config.model is None:
+        config = replace(config, model=str(ensure_demo()))
+    directory = Path(str(config.model))
+    facts = probe(config.device)
+    resolve(config, ModelConfig.from_dir(directory), facts)  # refuses before a rank is started
+    parallel: TensorParallel | None = None
+    processes: RankProcesses | None = None
+    if config.tensor_parallel_size > 1:
+        parallel, processes = start_ranks(config, facts.kind, on_end)
+    rank = build_rank(config, facts, parallel, progress)
+    plan, shape, experts = rank.plan, rank.shape, rank.experts
+    executor: Runs = rank.executor
+    if parallel is not None:
+        executor = LeadingExecutor(rank.executor, parallel, processes)
     progress("warm up", 0.0)
-    warm_up(
-        executor, plan, picked_tokens=4 * shape.index_topk, every=plan.kind == "cuda"
-    )
-    experts.begin()
+    warm_up(executor, plan, picked_tokens=4 * shape.index_topk, every=plan.kind == "cuda")
+    executor.begin()
     progress("warm up", 1.0)
     # what stands now stays: later collections need not walk it
     gc.freeze()
@@ -79,7 +126,7 @@ def build_engine(config: RuntimeConfig, progress: Progress) -> EngineLoop:
 
 def load_model(
     directory: Path, shape: ModelConfig, numerics: Numerics, plan: Plan, progress: Progress,
-    config: RuntimeConfig,
+    config: RuntimeConfig, parallel: TensorParallel | None = None,
 ) -> tuple[Transformer, ExpertStore]:  # fmt: skip
     """The weights in the form this process computes with: codes where kernels run (on a card, or
     interpreted), dequantized where references do and under exact numerics."""
@@ -90,7 +137,8 @@ def load_model(
         directory, shape, dequantize=None if codes else torch.float32, device=plan.kind,
         progress=lambda done, share: progress(f"load weights: {done}", share), pack=codes,
         expert_load=config.expert_load, expert_prefetch=config.expert_prefetch,
-        extra_bytes=slot_bytes,
+        extra_bytes=slot_bytes, rank=0 if parallel is None else parallel.rank,
+        ranks=1 if parallel is None else parallel.size,
     )  # fmt: skip
     cache = None
     if offload:
@@ -100,7 +148,7 @@ def load_model(
         )  # fmt: skip
     model = Transformer(
         shape, weights, numerics, max_positions=plan.max_model_len, cache=cache,
-        prefetch_layers=config.moe_prefetch_layers,
+        prefetch_layers=config.moe_prefetch_layers, parallel=parallel,
     )  # fmt: skip
     return model, ExpertStore(plan, cache, release=weights.release)
 

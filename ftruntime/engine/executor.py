@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
 from ftruntime.engine import sampler
 from ftruntime.engine.expert_store import ExpertStore
+from ftruntime.engine.ranks import RankProcesses
 from ftruntime.engine.runner import BatchBuilder
+from ftruntime.engine.tp import TensorParallel
 from ftruntime.kvcache.storage import KVStorage
 from ftruntime.model.batch import ForwardBatch
 from ftruntime.model.transformer import Transformer
-from ftruntime.types import SeqPlan, SeqResult, StepPlan, StepResult, TokenLogprobs
+from ftruntime.types import (
+    EngineFailedError,
+    SeqPlan,
+    SeqResult,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+)
 
 LOGIT_ROWS = 256
+_LOOK_S = 1.0  # for the end of the rank that was lost
 
 
 @dataclass(frozen=True)
@@ -42,6 +54,11 @@ class DeviceExecutor:
         self._builder = builder
         self._experts = experts
         self._kept: dict[tuple[int, ...], _Kept] = {}
+
+    def begin(self) -> None:
+        """The warm-up is over: what came before does not count."""
+        if self._experts is not None:
+            self._experts.begin()
 
     @property
     def num_layers(self) -> int:
@@ -115,6 +132,8 @@ class DeviceExecutor:
         places = [place for _, _, place in wanted]
         every = places == list(range(streams.shape[0]))
         logits = self._model.logits(streams if every else streams[places], batch)
+        if logits is None:
+            return {}
         tokens = sampler.draw(logits, [spec for _, spec, _ in wanted])
         found: dict[int, tuple[int, TokenLogprobs | None]] = {}
         for number, ((row, spec, _), token) in enumerate(zip(wanted, tokens, strict=True)):
@@ -137,5 +156,73 @@ class DeviceExecutor:
             part = targets[start : start + LOGIT_ROWS]
             rows = streams[begin + start : begin + start + len(part)]
             logits = self._model.logits(rows, batch)
+            if logits is None:
+                continue
             found += sampler.logprobs(logits, part, seq.num_prompt_logprobs)
         return tuple(found)
+
+
+class Runs(Protocol):
+    """Runs plans, on one rank or on all."""
+
+    @property
+    def num_layers(self) -> int: ...
+
+    def execute(self, plan: StepPlan) -> StepResult: ...
+
+    def begin(self) -> None: ...
+
+
+class LeadingExecutor:
+    """Rank 0's: tells the other ranks each plan before it runs it."""
+
+    def __init__(
+        self, executor: DeviceExecutor, parallel: TensorParallel, processes: RankProcesses | None
+    ) -> None:
+        """
+        Args:
+            processes: of the other ranks, when this one started them.
+        """
+        self._executor, self._parallel, self._processes = executor, parallel, processes
+        self._failed = False
+
+    @property
+    def num_layers(self) -> int:
+        return self._executor.num_layers
+
+    def begin(self) -> None:
+        """The warm-up is over, on every rank."""
+        self._parallel.tell("begin")
+        self._executor.begin()
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Run the plan on every rank.
+
+        Raises:
+            EngineFailedError: whatever goes wrong; the other ranks may stand in the middle of it.
+        """
+        try:
+            self._parallel.tell(plan)
+            return self._executor.execute(plan)
+        except EngineFailedError as error:
+            self._failed = True
+            ended = self._processes and self._processes.ended(_LOOK_S)
+            raise EngineFailedError(ended or str(error)) from error
+        except Exception as error:
+            self._failed = True
+            sentence = f"rank 0 failed in a step with {type(error).__name__}: {error}"
+            raise EngineFailedError(sentence) from error
+
+    def check(self) -> None:
+        """As `DeviceExecutor.check`, of this rank."""
+        self._executor.check()
+
+    def close(self) -> None:
+        """End the other ranks, then this one's part."""
+        if not self._failed:
+            with contextlib.suppress(EngineFailedError):  # it has ended
+                self._parallel.tell("end")
+        if self._processes is not None:
+            self._processes.close()
+        self._executor.close()
+        self._parallel.close()

@@ -9,7 +9,15 @@ from collections.abc import Callable, Mapping
 from typing import Protocol, runtime_checkable
 
 from ftruntime.engine.steplog import StepLog
-from ftruntime.types import Clock, Executor, Request, StepPlan, StepResult, TokenEvent
+from ftruntime.types import (
+    Clock,
+    EngineFailedError,
+    Executor,
+    Request,
+    StepPlan,
+    StepResult,
+    TokenEvent,
+)
 
 CHUNK_KEYS = ("chunk_tokens", "window_pages", "reserved_window_pages", "limiting")
 
@@ -40,9 +48,7 @@ class SchedulerLike(Protocol):
     def commit(
         self, plan: StepPlan, result: StepResult, now: float | None = None
     ) -> list[TokenEvent]: ...
-    def fail(
-        self, plan: StepPlan, message: str, now: float | None = None
-    ) -> list[TokenEvent]: ...
+    def fail(self, plan: StepPlan, message: str, now: float | None = None) -> list[TokenEvent]: ...
     def stats(self) -> Mapping[str, object]: ...
     def check(self) -> None: ...
 
@@ -158,6 +164,8 @@ class EngineLoop:
             return self._finish(
                 plan, start_s, lambda now: self._scheduler.commit(plan, result, now)
             )
+        except EngineFailedError:
+            raise
         except Exception as error:
             message = f"the step that ran this request failed with {type(error).__name__}: {error}"
             _logger.exception("step failed index=%d error=%s", plan.index, type(error).__name__)

@@ -66,8 +66,8 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
     info: dict[str, object]
 
 
-class StartFailed(msgspec.Struct, tag=True, frozen=True):
-    """The engine could not be built; `message` is one sentence."""
+class Failed(msgspec.Struct, tag=True, frozen=True):
+    """The engine could not be built, or cannot go on; `message` is one sentence."""
 
     message: str
 
@@ -96,7 +96,7 @@ class StepsReply(msgspec.Struct, tag=True, frozen=True):
 
 
 FrontMessage = Start | Submit | Cancel | StatsQuery | StepsQuery | Shutdown
-EngineMessage = Phase | Ready | StartFailed | Events | Rejected | StatsReply | StepsReply
+EngineMessage = Phase | Ready | Failed | Events | Rejected | StatsReply | StepsReply
 
 _encoder = msgspec.msgpack.Encoder()
 _front_decoder: msgspec.msgpack.Decoder[FrontMessage] = msgspec.msgpack.Decoder(FrontMessage)

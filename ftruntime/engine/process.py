@@ -8,6 +8,7 @@ socket means that the front died: the engine ends quietly.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import importlib
 import logging
@@ -24,10 +25,11 @@ from ftruntime.engine import messages
 from ftruntime.engine.collect import fewer_collections
 from ftruntime.engine.loop import EngineLoop
 from ftruntime.progress import phase_name
-from ftruntime.types import RequestRejectedError, TokenEvent
+from ftruntime.types import EngineFailedError, RequestRejectedError, TokenEvent
 
 Progress = Callable[[str, float], None]
-Builder = Callable[[Mapping[str, object], Progress], EngineLoop]
+OnEnd = Callable[[str], None]
+Builder = Callable[[Mapping[str, object], Progress, OnEnd], EngineLoop]
 
 _EXIT_GRACE_S = 1.0  # for the present step, once the front is gone
 _NO_PLAN_WAIT_S = 0.02
@@ -36,12 +38,14 @@ _PROGRESS_STEP = 0.01
 _logger = logging.getLogger(__name__)
 
 
-def build_from_config(config: Mapping[str, object], progress: Progress) -> EngineLoop:
+def build_from_config(
+    config: Mapping[str, object], progress: Progress, on_end: OnEnd = lambda text: None
+) -> EngineLoop:
     """The builder of `serve`: the fields of a `RuntimeConfig` become an engine."""
     from ftruntime.config import RuntimeConfig
     from ftruntime.engine.build import build_engine
 
-    return build_engine(RuntimeConfig.from_dict(config), progress)
+    return build_engine(RuntimeConfig.from_dict(config), progress, on_end=on_end)
 
 
 def load_builder(name: str) -> Builder:
@@ -108,20 +112,34 @@ class EngineProcess:
                 loop.close()
         except _FrontGoneError:
             _logger.debug("front gone")
+        except EngineFailedError as error:
+            self._tell(str(error))
+            return 1
         return 0
+
+    def _fail(self, text: str) -> None:
+        """The engine cannot go on, whatever its main thread is at; from any thread."""
+        self._tell(text)
+        logging.shutdown()
+        os._exit(1)
+
+    def _tell(self, text: str) -> None:
+        _logger.error("engine ends: %s", text)
+        with contextlib.suppress(_FrontGoneError):
+            self._channel.send(messages.Failed(text))
 
     def _build(self, start: messages.Start) -> EngineLoop | None:
         try:
-            loop = load_builder(start.builder)(start.config, self._progress)
+            loop = load_builder(start.builder)(start.config, self._progress, self._fail)
         except _FrontGoneError:
             raise
         except Exception as error:
             # settings and checkpoints are refused with one sentence; the rest are bugs
-            expected = isinstance(error, ValueError | OSError | MemoryError)
+            expected = isinstance(error, ValueError | OSError | MemoryError | EngineFailedError)
             text = str(error) if expected else f"{type(error).__name__}: {error}"
             if not expected:
                 _logger.exception("engine start failed")
-            self._channel.send(messages.StartFailed(text))
+            self._channel.send(messages.Failed(text))
             return None
         self._loop = loop
         self._channel.send(messages.Ready(loop.info))

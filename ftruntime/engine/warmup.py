@@ -17,14 +17,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ftruntime.engine.executor import LOGIT_ROWS, DeviceExecutor
+from ftruntime.engine.executor import LOGIT_ROWS, Runs
 from ftruntime.plan import Plan
 from ftruntime.types import PAGE_TOKENS, SampleSpec, SeqPlan, StepKind, StepPlan
 
 _FEW = 3
 
 
-def warm_up(executor: DeviceExecutor, plan: Plan, *, picked_tokens: int, every: bool) -> None:
+def warm_up(executor: Runs, plan: Plan, *, picked_tokens: int, every: bool) -> None:
     """Run the steps on the padding row and page.
 
     Args:

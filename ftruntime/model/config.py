@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final, NoReturn
 
@@ -121,6 +121,15 @@ class ModelConfig:
     def num_layers_of(self, ratio: int) -> int:
         """Layers whose compress ratio is ``ratio`` (0, 4 or 128)."""
         return self.compress_ratios.count(ratio)
+
+    def share(self, ranks: int) -> ModelConfig:
+        """The sizes that one of several tensor-parallel ranks computes with."""
+        return replace(
+            self,
+            num_attention_heads=self.num_attention_heads // ranks,
+            o_groups=self.o_groups // ranks,
+            moe_intermediate_size=self.moe_intermediate_size // ranks,
+        )
 
     @staticmethod
     def from_dict(data: Mapping[str, object], *, source: str = "config.json") -> ModelConfig:

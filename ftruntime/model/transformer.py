@@ -18,6 +18,7 @@ from ftruntime.model.lookahead import Lookahead
 from ftruntime.model.mhc import Head, HyperConnection
 from ftruntime.model.moe import MoE
 from ftruntime.model.numerics import Numerics
+from ftruntime.model.parallel import Alone, Parallel
 from ftruntime.model.router import Router
 
 
@@ -33,17 +34,21 @@ class Transformer:
     """Weights and constants; every tensor operation is a library call.
 
     Args:
-        config, weights, numerics: what was loaded, and how it is rounded.
+        config: of the whole model.
+        weights, numerics: this rank's share of what was loaded, and how it is rounded.
         max_positions: rows of the rope tables, the longest sequence that is served.
         cache: over the banks of ``weights``; without one all experts go to the device.
         prefetch_layers: layers ahead whose experts the cache is told of.
+        parallel: the ranks that hold the other shares.
     """
 
     def __init__(
         self, config: ModelConfig, weights: Weights, numerics: Numerics, *, max_positions: int,
         cache: ftkernels.ExpertCache | None = None, prefetch_layers: int = 0,
+        parallel: Parallel | None = None,
     ) -> None:  # fmt: skip
-        self.config = config
+        self.parallel = parallel or Alone()
+        self.config = config = config.share(self.parallel.size)
         self.numerics = numerics
         self.device = weights.tensors["embed.weight"].device
         self._embed = weights.tensors["embed.weight"].to(numerics.dtype)
@@ -80,7 +85,13 @@ class Transformer:
 
     def embed(self, batch: ForwardBatch) -> torch.Tensor:
         """Token ids to identical streams ``[T, hc, C]``."""
-        return ftkernels.embed(batch.token_ids, self._embed, hc=self.config.hc_mult)
+        copies, ranks = self.config.hc_mult, self.parallel
+        if ranks.size == 1:
+            return ftkernels.embed(batch.token_ids, self._embed, hc=copies)
+        # each rank knows the tokens of its rows, the others are zero there
+        start = ranks.rank * self._embed.shape[0]
+        rows = ranks.sum(ftkernels.embed(batch.token_ids, self._embed, vocab_start=start))
+        return rows.expand(-1, copies, -1).contiguous()
 
     def forward(
         self, streams: torch.Tensor, batch: ForwardBatch, storage: KVStorage,
@@ -104,18 +115,18 @@ class Transformer:
         for number in range(first, end):
             layer, kv = self._layers[number], storage.layers[number]
             tables = self._tables[bool(self.config.compress_ratios[number])]
-            y = layer.attn(x, batch, kv, tables)
+            y = self.parallel.sum(layer.attn(x, batch, kv, tables))
             streams, x, mixes = layer.ffn_hc.between(y, streams, mixes, batch)
-            y = layer.ffn(x, batch)
+            y = self.parallel.sum(layer.ffn(x, batch))
             if number + 1 < end:
                 following = self._layers[number + 1].attn_hc
                 streams, x, mixes = following.between(y, streams, mixes, batch)
         return HyperConnection.after(y, streams, mixes)
 
-    def logits(self, streams: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+    def logits(self, streams: torch.Tensor, batch: ForwardBatch) -> torch.Tensor | None:
         """Streams ``[N, hc, C]`` of the rows of ``batch`` that are wanted to fp32 logits ``[N,
-        V]``."""
-        return self._head(streams, batch)
+        V]``, on rank 0; None on the others."""
+        return self.parallel.join(self._head(streams, batch))
 
 
 def _rope_tables(

@@ -51,7 +51,7 @@ def create_app(
     chat: ChatFormat,
     settings: ServerSettings,
     *,
-    on_start_failure: Callable[[str], None] | None = None,
+    on_failure: Callable[[str], None] | None = None,
 ) -> FastAPI:
     """The application of one engine; its lifespan starts and stops ``client``.
 
@@ -59,12 +59,12 @@ def create_app(
         client: not started.
         tokenizer, chat: of the checkpoint the engine loads.
         settings: of the front.
-        on_start_failure: gets the one sentence when the engine could not be started.
+        on_failure: gets the one sentence when the engine could not be started, or is gone.
 
     ``app.state.front`` is the `Front`.
     """
     front = Front(client, tokenizer, chat, settings)
-    app = FastAPI(title="ftruntime", openapi_url=None, lifespan=_lifespan(front, on_start_failure))
+    app = FastAPI(title="ftruntime", openapi_url=None, lifespan=_lifespan(front, on_failure))
     app.state.front = front
     app.include_router(_health_routes(front))
     app.include_router(_model_routes(front))
@@ -95,7 +95,7 @@ async def _until_ready(client: EngineClient) -> None:
 
 
 def _lifespan(
-    front: Front, on_start_failure: Callable[[str], None] | None
+    front: Front, on_failure: Callable[[str], None] | None
 ) -> Callable[[FastAPI], contextlib.AbstractAsyncContextManager[None]]:
     async def bring_up() -> None:
         """Load beside the running server, so that `/health` can tell how far it is."""
@@ -103,11 +103,13 @@ def _lifespan(
             await front.client.start()
             await _until_ready(front.client)
             _logger.info("server ready model=%s", front.settings.served_model_name)
+            sentence = await front.client.wait_end()
         except (EngineDeadError, OSError) as error:
-            if on_start_failure is None:
-                _logger.error("engine start failed: %s", error)
-            else:
-                on_start_failure(str(error))
+            sentence = str(error)
+        if on_failure is None:
+            _logger.error("engine failed: %s", sentence)
+        else:
+            on_failure(sentence)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:

@@ -70,6 +70,7 @@ class Bridge:
         self._phase, self._progress = "starting", 0.0
         self._stopping = False
         self._settled = asyncio.Event()  # ready or dead
+        self._lost = asyncio.Event()  # dead, and nobody asked for it
         self._last_stats: dict[str, object] = {}
         self._asked_s: float | None = None  # when the unanswered health question was sent
 
@@ -93,6 +94,11 @@ class Bridge:
         self._link.require_alive()
         assert self.info is not None  # it lives and start-up is over
         return self.info
+
+    async def wait_end(self) -> str:
+        """Wait until the engine is gone without having been stopped; how it ended."""
+        await self._lost.wait()
+        return self._link.end or ""
 
     def health(self) -> Health:
         """Whether the engine serves now; `detail` is a sentence when it does not."""
@@ -218,7 +224,7 @@ class Bridge:
         elif isinstance(message, messages.Ready):
             self.info = message.info
             self._settled.set()
-        elif isinstance(message, messages.StartFailed):
+        elif isinstance(message, messages.Failed):
             self._link.die(message.message)
 
     def _deliver(self, event: TokenEvent) -> None:
@@ -252,6 +258,8 @@ class Bridge:
             self._close(stream)
             stream.items.put_nowait(EngineDeadError(detail))
         self._settled.set()
+        if not self._stopping:
+            self._lost.set()
 
     async def _watch(self) -> None:
         """Ask for stats again and again, so that `health` knows of a step that does not end."""

@@ -46,6 +46,10 @@ class EngineClient(Protocol):
         """
         ...
 
+    async def wait_end(self) -> str:
+        """Wait for an end that nobody asked for; the sentence that says how the engine ended."""
+        ...
+
     async def stop(self, timeout_s: float) -> None: ...
 
     def generate(

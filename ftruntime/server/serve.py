@@ -113,7 +113,7 @@ async def _serve(
         failures.append(sentence)
         server.should_exit = True
 
-    app = create_app(client, tokenizer, chat, settings, on_start_failure=fail)
+    app = create_app(client, tokenizer, chat, settings, on_failure=fail)
     config = uvicorn.Config(
         app, log_config=None, access_log=False, lifespan="on", backlog=_BACKLOG,
         timeout_graceful_shutdown=_CLOSE_S,

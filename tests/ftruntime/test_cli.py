@@ -204,8 +204,8 @@ def test_a_checkpoint_that_cannot_be_read_is_one_sentence(checkpoint, started, m
 
 
 USAGE = [
-    (["serve", "--tp", "2"], "--tensor-parallel-size is 2, expected 1: "),
-    (["serve", "--tensor-parallel-size", "8"], "--tensor-parallel-size is 8, expected 1: "),
+    (["serve", "--tp", "3"], "--tensor-parallel-size is 3, expected a divisor of "),
+    (["serve", "--tensor-parallel-size", "0"], "--tensor-parallel-size is 0, expected"),
     (["serve", "/nowhere"], "--model is /nowhere, expected a checkpoint directory"),
     (["serve", "a", "--model", "b"], "--model is b, expected only one model, a was given too"),
     (["serve", "--num-tokens=128", "--num-pages=1"], "--num-pages is 1, expected only one of"),

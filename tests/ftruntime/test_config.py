@@ -18,7 +18,6 @@ from ftruntime.cli import main
 from ftruntime.config import (
     DeviceFacts,
     RuntimeConfig,
-    check_servable,
     flag_specs,
     inactive_flags,
     resolve,
@@ -202,27 +201,6 @@ def test_the_key_is_not_shown():
 def test_frozen():
     with pytest.raises(dataclasses.FrozenInstanceError):
         RuntimeConfig().port = 1  # type: ignore[misc]
-
-
-@pytest.mark.parametrize(
-    ("flags", "sentence"),
-    [
-        ({"tp": 8}, "--tensor-parallel-size is 8, expected 1: "),
-    ],
-    ids=str,
-)
-def test_what_this_version_does_not_serve(flags, sentence):
-    config = RuntimeConfig.from_flags(**flags)
-    with pytest.raises(ValueError) as refusal:
-        check_servable(config)
-    assert str(refusal.value).startswith(sentence)
-    assert "not available in this version" in str(refusal.value)
-
-
-def test_servable():
-    check_servable(
-        RuntimeConfig(prefill_layer_groups=4, decode_interleave_every=1, max_decode_gap_ms=500)
-    )
 
 
 def idle(facts: DeviceFacts, **flags: object) -> dict[str, str]:

@@ -100,7 +100,7 @@ def test_flags_that_serve_refuses_are_planned():
 
 def test_json_says_what_serve_would_refuse():
     assert values("flash", "--cards", "1", "--card-gib", "80")["refusal"] is None
-    sentence = values("flash", *REPORT, "--cards", "8", "--num-tokens", "1048576")["refusal"]
+    sentence = values("flash", *REPORT, "--cards", "8", "--num-tokens", "16777216")["refusal"]
     assert sentence.startswith("--")
     assert "expected" in sentence
 

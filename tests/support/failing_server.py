@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from ftruntime import log
@@ -53,7 +53,9 @@ class FailingExecutor:
         return self._inner.execute(plan)
 
 
-def build(config: Mapping[str, object], progress: Progress) -> EngineLoop:
+def build(
+    config: Mapping[str, object], progress: Progress, on_end: Callable[[str], None]
+) -> EngineLoop:
     loop = build_engine(RuntimeConfig.from_dict(config), progress)
     loop._executor = FailingExecutor(loop._executor)
     return loop

@@ -99,7 +99,11 @@ def make_limits(config: Mapping[str, object]) -> tuple[SchedulerLimits, dict[str
     return limits, info
 
 
-def build(config: Mapping[str, object], progress: Callable[[str, float], None]) -> EngineLoop:
+def build(
+    config: Mapping[str, object],
+    progress: Callable[[str, float], None],
+    on_end: Callable[[str], None],
+) -> EngineLoop:
     """The builder that tests name; `config` is a plain dict with the keys read here."""
     if "trace" in config:
         with open(str(config["trace"]), "w", encoding="utf-8") as file:

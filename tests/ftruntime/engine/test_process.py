@@ -149,8 +149,8 @@ def test_the_front_dying_ends_a_load() -> None:
 
 def test_a_refused_setting_is_one_sentence() -> None:
     with engine(error="--num-tokens is 100, expected a multiple of 128") as front:
-        message = front.until(messages.StartFailed)[-1]
-        assert message == messages.StartFailed("--num-tokens is 100, expected a multiple of 128")
+        message = front.until(messages.Failed)[-1]
+        assert message == messages.Failed("--num-tokens is 100, expected a multiple of 128")
         assert front.ends(5.0) == 1
         assert front.process.stderr is not None
         assert "Traceback" not in front.process.stderr.read()
@@ -158,8 +158,8 @@ def test_a_refused_setting_is_one_sentence() -> None:
 
 def test_an_unknown_builder_fails_the_start() -> None:
     with engine(builder="tests.ftruntime.engine.fake_engine:nothing") as front:
-        message = front.until(messages.StartFailed)[-1]
-        assert message == messages.StartFailed(
+        message = front.until(messages.Failed)[-1]
+        assert message == messages.Failed(
             "builder is 'tests.ftruntime.engine.fake_engine:nothing', "
             "expected module:function naming a function"
         )

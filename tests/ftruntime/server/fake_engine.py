@@ -96,6 +96,10 @@ class FakeEngine:
     async def start(self) -> None:
         self.calls.append("start")
 
+    async def wait_end(self) -> str:
+        await asyncio.Event().wait()
+        return ""
+
     async def wait_ready(self) -> Mapping[str, object]:
         if self.start_error is not None:
             raise self.start_error

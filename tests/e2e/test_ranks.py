@@ -1,0 +1,58 @@
+"""Several tensor-parallel ranks on CPU give what one rank gives.
+
+Expectations come from one rank. `exact`: prompt log-probabilities within 1e-5, the same greedy
+text while long prompts arrive; with experts in host memory every rank copies the same experts, each
+its share of the bytes. RUN_SLOW=1: four ranks and 500 tokens, else two and 120.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from ftruntime import LLM, SamplingParams
+
+SLOW = os.environ.get("RUN_SLOW") == "1"
+RANKS = 4 if SLOW else 2
+LENGTHS = {40: 500 if SLOW else 120, 300: 60, 700: 60, 450: 40}  # tokens -> tokens to generate
+FLAGS = {
+    "numerics": "exact", "num_tokens": 4096, "max_running_requests": 3, "max_prefill_length": 128,
+    "decode_interleave_every": 1, "stall_timeout_s": 60,
+}  # fmt: skip
+
+
+def tokens(count: int) -> list[int]:
+    generator = torch.Generator().manual_seed(count)
+    return torch.randint(2, 512, (count,), generator=generator).tolist()
+
+
+def run(model: object, ranks: int, **flags: object):
+    with LLM(model=model, tp=ranks, **FLAGS, **flags) as llm:
+        params = [
+            SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, prompt_logprobs=0)
+            for count in LENGTHS.values()
+        ]
+        outs = llm.generate([tokens(count) for count in LENGTHS], params)
+        stats = llm.stats()
+    assert stats["integrity"] == "ok"
+    assert (stats["used_pages"], stats["used_window_pages"]) == (0, 0)
+    return outs, stats
+
+
+OFFLOAD = {"moe_backend": "offload", "moe_cache_rate": 0.3}
+
+
+@pytest.mark.parametrize("moe", [OFFLOAD, {}] if SLOW else [OFFLOAD], ids=str)
+def test_ranks_equal_one_rank(moe, demos):
+    expected, one = run(demos["tiny"], 1, **moe)
+    got, several = run(demos["tiny"], RANKS, **moe)
+    for own, other in zip(got, expected, strict=True):
+        assert own.outputs[0].token_ids == other.outputs[0].token_ids
+        for score, wanted in zip(own.prompt_logprobs[1:], other.prompt_logprobs[1:], strict=True):
+            assert score == pytest.approx(wanted, abs=1e-5)
+    for phase in ("decode", "prefill"):
+        ours, theirs = several["experts"][phase], one["experts"][phase]
+        assert (ours["hits"], ours["misses"]) == (theirs["hits"], theirs["misses"])
+        assert ours["bytes_h2d"] * RANKS == theirs["bytes_h2d"]
