@@ -67,7 +67,7 @@ def test_ops_without_their_own_lookups_have_no_problems(toys):
         ((8,), {"flash-t1", "flash-tp8-t300"}),
         ((), {"flash-t1"}),
     ],
-    ids=str,
+    ids=["one rank", "eight ranks", "none"],
 )  # fmt: skip
 def test_ranks_choose_cases_and_leave_those_of_no_rank(ranks, names, toys):
     found = search.problems([TOY], arch=89, ranks=ranks)
