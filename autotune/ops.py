@@ -30,4 +30,6 @@ def chosen(ops: Sequence[str]) -> list[KernelSpec]:
             raise click.UsageError(
                 f"OP is {op!r}, which runs its reference only, expected an op with kernels"
             )
-    return [known[op] for op in ops] or [spec for spec in known.values() if spec.kernel]
+    return [known[op] for op in dict.fromkeys(ops)] or [
+        spec for spec in known.values() if spec.kernel
+    ]

@@ -48,7 +48,10 @@ def compiling(
     )  # fmt: skip
     with Progress(*columns, console=say, transient=True) as progress:
         advance = _watched(progress, total)
-        kept = State(state, lambda sentence: click.echo(f"ft-autotune: {sentence}", err=True))
+        try:
+            kept = State(state, lambda sentence: click.echo(f"ft-autotune: {sentence}", err=True))
+        except ValueError as error:
+            raise click.UsageError(str(error)) from error
         workers = jobs or os.cpu_count() or 1
         yield Setup(arch, static.score, model_hash(), kept, workers, prune, advance)
 

@@ -27,6 +27,9 @@ SCHEMA = 2
 Score = Callable[[KernelSpec, Case, Sequence[Compiled]], float]
 
 
+_LINE_START = b'{"id": '  # of every line of a state file
+
+
 @dataclass(frozen=True)
 class Job:
     """A config under one key of one op, to be compiled in the given cases.
@@ -104,7 +107,10 @@ class State:
     """Results by identity in a file of one JSON line each, written as they come.
 
     Args:
-        say: told in one sentence when the file is damaged; a fresh one then takes its place.
+        say: told in one sentence how many lines are damaged; those trials are made again.
+
+    Raises:
+        ValueError: the path is no file of this kind, which is left as it is; in one sentence.
     """
 
     def __init__(self, path: Path | None, say: Callable[[str], None]) -> None:
@@ -112,19 +118,35 @@ class State:
         self._known: dict[str, Trial] = {}
         if path is None:
             return
-        path.parent.mkdir(parents=True, exist_ok=True)
-        lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
-        # a killed run may have left half of its last line
-        whole = [line for line in lines if line.endswith(b"\n")]
+        if path.exists() and not path.is_file():
+            raise ValueError(f"--state is {path}, expected a file")
         try:
-            for line in whole:
-                entry = json.loads(line)
-                self._known[entry["id"]] = _trial(entry["trial"])
-        except (ValueError, KeyError, TypeError):
-            say(f"state file {path} is damaged, starting afresh")
-            self._known, whole = {}, []
-        if whole != lines:
-            path.write_bytes(b"".join(whole))
+            path.parent.mkdir(parents=True, exist_ok=True)
+            lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+        except OSError as error:
+            raise ValueError(
+                f"--state is {path}, which cannot be used ({error.strerror})"
+            ) from error
+        good = [line for line in lines if self._take(line)]
+        if lines and not good and not lines[-1].startswith(_LINE_START):
+            raise ValueError(f"--state is {path}, expected a file that ft-autotune wrote")
+        # a killed run may have left half of its last line
+        num_damaged = sum(line.endswith(b"\n") for line in lines) - len(good)
+        if num_damaged:
+            say(f"state file {path}: {num_damaged} damaged lines, their trials are made again")
+        if good != lines:
+            path.write_bytes(b"".join(good))
+
+    def _take(self, line: bytes) -> bool:
+        """Whether the line is whole and a trial, which is then known."""
+        if not line.endswith(b"\n"):
+            return False
+        try:
+            entry = json.loads(line)
+            self._known[str(entry["id"])] = _trial(entry["trial"])
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
+            return False
+        return True
 
     def get(self, identity: str) -> Trial | None:
         return self._known.get(identity)
@@ -139,6 +161,8 @@ class State:
 def _trial(data: Mapping[str, Any]) -> Trial:
     launches = tuple(Launch(**launch) for launch in data["launches"])
     us = tuple(float(us) for us in data["us"])
+    if not all(one > 0 for one in us):
+        raise ValueError(f"us is {us}, expected numbers above 0")
     return Trial(us, launches, str(data["error"]), bool(data["can_tell"]))
 
 

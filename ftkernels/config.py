@@ -36,6 +36,8 @@ FrozenKey = tuple[tuple[str, int], ...]
 SCHEMA = 1
 _ROOT = Path(__file__).with_name("configs")
 _BUCKET_TOP = 8192
+_MOST_WARPS = 32  # of a block: 1024 threads
+_MOST = 1 << 20  # elements of a tensor in Triton
 _SOURCES = ("measured", "modelled")
 
 
@@ -252,7 +254,9 @@ def _legal(name: str, value: object, kind: Any) -> bool:
     if type(value) is not int or value < 1:
         return False
     is_power = value & (value - 1) == 0
-    return is_power or not (name.startswith("block_") or name.endswith("warps"))
+    if name.endswith("warps"):
+        return is_power and value <= _MOST_WARPS
+    return value <= _MOST and (is_power or not name.startswith("block_"))
 
 
 def _minor(version: str) -> str:

@@ -117,7 +117,8 @@ class Experiment:
         config, victims = self.configs[0], self.stall.num_victims
         text = (
             f"simulated, nothing was timed: {config.model} on {self.plan.ranks} x 24 GiB, chunks "
-            f"of {self.plan.chunk_tokens} tokens, step cost {self.cost} s (whatever the other flags)"
+            f"of {self.plan.chunk_tokens} tokens, step cost {self.cost} s (whatever the other "
+            "flags)"
         )
         if self.noise:
             text += f" times factors in [{1 - self.noise:g}, {1 + self.noise:g}], seed {self.seed}"

@@ -97,13 +97,15 @@ def test_a_folder_that_cannot_be_written_is_one_sentence(chosen, tmp_path, capsy
     assert "\n" not in said
 
 
-def test_a_damaged_state_is_said_once_and_the_run_goes_on(chosen, tmp_path, capsys):
-    state = tmp_path / "s"
+def test_a_file_of_something_else_is_refused_as_state(chosen, tmp_path, capsys):
+    state = tmp_path / "notes.txt"
     state.write_text("{\n")
     arguments = ["--out", str(tmp_path), "--state", str(state)]
     code, _, err = _run(capsys, "tune", "swiglu_clamp", *arguments)
-    assert code == 0
-    assert err.count(f"ft-autotune: state file {state} is damaged, starting afresh\n") == 1
+    assert code == 2
+    expected = f"--state is {state}, expected a file that ft-autotune wrote"
+    assert err.strip() == f"ft-autotune: {expected}"
+    assert state.read_text() == "{\n"
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import triton
@@ -109,17 +110,44 @@ def test_a_run_goes_on_where_one_was_killed(tmp_path, compiled):
     [b"\xff\xfe\n", b"{}\n", b"[1]\n", b'{"id": "a", "trial": {"us": 1}}\n', b"{\n"],
     ids=str,
 )
-def test_a_damaged_state_is_one_sentence_and_a_fresh_start(line, tmp_path, compiled):
+def test_damaged_lines_are_one_sentence_and_the_others_stay(line, tmp_path, compiled):
     path = tmp_path / "state.jsonl"
     said: list[str] = []
     _run([_job()], State(path, said.append))
     path.write_bytes(line + path.read_bytes())
     state = State(path, said.append)
-    assert said == [f"state file {path} is damaged, starting afresh"]
+    assert said == [f"state file {path}: 1 damaged lines, their trials are made again"]
     assert len(_run([_job()], state)) == 1
-    assert len(compiled) == 2
+    assert len(compiled) == 1
     assert len(path.read_text().splitlines()) == 1
     assert json.loads(path.read_text())["id"] == _job().identity
+
+
+@pytest.mark.parametrize("text", ["a\nb\n", "a", "{}\n"], ids=repr)
+def test_a_file_of_something_else_is_refused_and_stays(text, tmp_path):
+    path = tmp_path / "notes.txt"
+    path.write_text(text)
+    with pytest.raises(
+        ValueError, match=r"^--state is .*, expected a file that ft-autotune"
+    ):
+        State(path, pytest.fail)
+    assert path.read_text() == text
+
+
+def test_a_state_that_is_no_file_is_refused(tmp_path):
+    for path in (Path("/dev/full"), tmp_path):
+        with pytest.raises(ValueError, match=f"^--state is {path}, expected a file$"):
+            State(path, pytest.fail)
+    (tmp_path / "x").write_text("")
+    with pytest.raises(ValueError, match=r"^--state is .*, which cannot be used"):
+        State(tmp_path / "x" / "y", pytest.fail)
+
+
+def test_a_first_line_cut_off_is_a_fresh_start(tmp_path):
+    path = tmp_path / "s"
+    path.write_text('{"id": "a", "tri')
+    State(path, pytest.fail)
+    assert path.read_text() == ""
 
 
 OTHER_JOBS = {

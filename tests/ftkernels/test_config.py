@@ -134,6 +134,8 @@ REFUSED = {
     "negative size": {"config": {"num_splits": -1}},
     "no power of two": {"config": {"block_i": 255}},
     "odd warps": {"config": {"num_warps": 3}},
+    "more warps than a block has": {"config": {"num_warps": 64}},
+    "more than a tensor has": {"config": {"block_i": 1 << 21}},
     "config is a list": {"config": [["block_i", 256]]},
     "key is a list": {"key": [["T", 512], ["I", 48]]},
     "text in the key": {"key": {"T": "512", "I": 48}},
