@@ -59,7 +59,7 @@ FLAGS = (
     Flags({"max_prefill_length": 64}, "--max-prefill-length is 64, expected an integer >= 128"),
     Flags({"numerics": "exakt"}, "expected one of official, exact (nearest: exact)"),
     Flags({"device": "tpu"}, "--device is tpu, expected one of auto, cuda, cpu"),
-    Flags({"tensor_parallel_size": 2}, "--tensor-parallel-size is 2, expected 1: serving on sev"),
+    Flags({"tensor_parallel_size": 3}, "--tensor-parallel-size is 3, expected a divisor of num_at"),
     Flags({"moe_cache_size": 2}, "--moe-cache-size is 2, expected 4 to 96"),
     Flags({"moe_cache_auto": True, "moe_cache_rate": 0.5}, "expected only one of --moe-cache-auto"),
     Flags({"max_model_len": 100_000}, "--max-model-len is 100000, expected at most the model's 65"),
