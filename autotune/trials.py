@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import multiprocessing
+import os
 import signal
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -118,7 +119,8 @@ class State:
         self._known: dict[str, Trial] = {}
         if path is None:
             return
-        if path.exists() and not path.is_file():
+        # the null device keeps nothing, and reads as nothing
+        if path.exists() and not path.is_file() and str(path) != os.devnull:
             raise ValueError(f"--state is {path}, expected a file")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
