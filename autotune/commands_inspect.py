@@ -7,22 +7,17 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import click
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from autotune.ops import chosen
+from autotune.ops import arch_option, chosen, jobs_option, require_compiler
+from autotune.progress import counting
 
 if TYPE_CHECKING:
     from autotune.inspect import Item, LaunchRow
 
-_ARCHES = click.Choice(("89", "90", "120"))
-
 
 @click.command()
 @click.argument("ops", nargs=-1, metavar="[OP ...]")
-@click.option(
-    "--arch", type=_ARCHES, default="89", show_default=True, help="Compute capability times ten."
-)
+@arch_option
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON array instead of a table.")
 @click.option("--candidates", is_flag=True, help="Also every config that a search would try.")
 @click.option("--loops", is_flag=True, help="Also a table of every loop that matters.")
@@ -34,7 +29,7 @@ _ARCHES = click.Choice(("89", "90", "120"))
     "--write-contract", is_flag=True,
     help="Write the figures to bench_kernels/contract.json instead; with OP theirs alone.",
 )
-@click.option("--jobs", type=click.IntRange(1), help="Processes that compile; default: all cores.")
+@jobs_option
 def inspect(
     ops: tuple[str, ...], arch: str, as_json: bool, candidates: bool, loops: bool, diff: bool,
     write_contract: bool, jobs: int | None,
@@ -75,17 +70,9 @@ def inspect(
 
 def _inspected(work: Sequence[Item], arch: int, jobs: int | None) -> list[LaunchRow]:
     from autotune.inspect import inspect as inspect_launches
-    from ftkernels import backend
 
-    if backend.interpreted():
-        raise click.ClickException("TRITON_INTERPRET is on, expected a process without it")
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("compile", total=len(work))
-
-        def advance(op: str) -> None:
-            progress.update(task, description=f"compile {op}", advance=1)
-
+    require_compiler()
+    with counting("compile", len(work)) as advance:
         return inspect_launches(work, arch=arch, advance=advance, jobs=jobs)
 
 

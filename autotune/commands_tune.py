@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING
 
 import click
 
-from autotune.ops import chosen
+from autotune.ops import ARCHES, chosen, jobs_option, require_compiler
 from autotune.progress import compiling, measuring, state_file
 from autotune.tables import print_problems, print_summaries
 
 if TYPE_CHECKING:
     from autotune.tune import Card
 
-_ARCHES = click.Choice(("89", "90", "120"))
 _OUT_DIR = click.Path(path_type=Path, file_okay=False)
 _STATE_FILE = click.Path(path_type=Path, dir_okay=False)
 
@@ -30,7 +29,7 @@ def _ranks(ctx: click.Context, param: click.Parameter, value: str) -> tuple[int,
 
 @click.command()
 @click.argument("ops", nargs=-1, metavar="[OP ...]")
-@click.option("--arch", type=_ARCHES, help="Capability times ten; default: the card's, or 89.")
+@click.option("--arch", type=ARCHES, help="Capability times ten; default: the card's, or 89.")
 @click.option(
     "--tp", "ranks", callback=_ranks, default="1,2,4,8", show_default=True,
     help="Sizes of the TP group.",
@@ -38,7 +37,7 @@ def _ranks(ctx: click.Context, param: click.Parameter, value: str) -> tuple[int,
 @click.option(
     "--out", type=_OUT_DIR, help="Folder of the entries; default: where serving reads them."
 )
-@click.option("--jobs", type=click.IntRange(1), help="Processes that compile; default: all cores.")
+@jobs_option
 @click.option(
     "--top", type=click.IntRange(1), default=5, show_default=True,
     help="Candidates of a key that a card measures.",
@@ -59,11 +58,10 @@ def tune(
     """
     from autotune import search as searching
     from autotune import tune as tuning
-    from ftkernels import backend, config, target
+    from ftkernels import config, target
 
     specs = chosen(ops)
-    if backend.interpreted():
-        raise click.ClickException("TRITON_INTERPRET is on, expected a process without it")
+    require_compiler()
     card, of_card = _card(top, None if arch is None else int(arch))
     number = of_card or int(arch or 89)
     gpu = target.config_name() if card else target.of_arch(number).name

@@ -8,14 +8,11 @@ import subprocess
 import sys
 
 import click
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from autotune.ops import chosen
-from autotune.progress import compiling, state_file
+from autotune.ops import arch_option, chosen, jobs_option, require_compiler
+from autotune.progress import compiling, counting, state_file
 from autotune.tables import pairs, print_rows
 
-_ARCHES = click.Choice(("89", "90", "120"))
 _MOST_WORK = 5e9  # of a call that an interpreter gets through in a minute
 _QUICK_WORK = 3e7
 _QUICK_KEYS = 1  # of an op
@@ -23,13 +20,7 @@ _QUICK_KEYS = 1  # of an op
 
 @click.command()
 @click.argument("ops", nargs=-1, metavar="[OP ...]")
-@click.option(
-    "--arch",
-    type=_ARCHES,
-    default="89",
-    show_default=True,
-    help="Capability times ten.",
-)
+@arch_option
 @click.option("--quick", is_flag=True, help="The smallest key of each op.")
 def verify(ops: tuple[str, ...], arch: str, quick: bool) -> None:
     """Run the shipped entries of the named ops (without names: all) by value.
@@ -51,13 +42,7 @@ def verify(ops: tuple[str, ...], arch: str, quick: bool) -> None:
     most = float("inf") if has_card else _QUICK_WORK if quick else _MOST_WORK
     if quick:
         found = verifying.smallest_keys(found, _QUICK_KEYS)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("verify", total=len(found))
-
-        def advance(op: str) -> None:
-            progress.update(task, description=f"verify {op}", advance=1)
-
+    with counting("verify", len(found)) as advance:
         checked = verifying.verify(
             found, arch=int(arch), device="cuda" if has_card else "cpu", most_work=most,
             advance=advance,
@@ -84,25 +69,18 @@ def _interpreted(*arguments: str) -> int:
 
 @click.command()
 @click.argument("ops", nargs=-1, metavar="[OP ...]")
-@click.option(
-    "--arch",
-    type=_ARCHES,
-    default="89",
-    show_default=True,
-    help="Capability times ten.",
-)
-@click.option("--jobs", type=click.IntRange(1), help="Processes that compile; default: all cores.")
+@arch_option
+@jobs_option
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON array instead of a table.")
 def report(ops: tuple[str, ...], arch: str, jobs: int | None, as_json: bool) -> None:
     """Before and after: each key's default and its shipped entry, and what their kernels use."""
     from autotune import report as reporting
     from autotune import search as searching
     from autotune import verify as verifying
-    from ftkernels import backend, config, target
+    from ftkernels import config, target
 
     specs = chosen(ops)
-    if backend.interpreted():
-        raise click.ClickException("TRITON_INTERPRET is on, expected a process without it")
+    require_compiler()
     gpu = target.of_arch(int(arch)).name
     found = searching.problems(specs, arch=int(arch))
     shipped = verifying.entries(config.folder(), gpu, [spec.name for spec in specs])

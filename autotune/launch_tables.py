@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.table import Table
+from autotune.tables import new_table, pairs, show
 
 if TYPE_CHECKING:
     from autotune.contract import Change
@@ -26,19 +24,19 @@ def print_launches(rows: Sequence[LaunchRow], arch: str) -> None:
         "registers", "spill bytes", "shared bytes", "warps/SM", "fits", "issue/kMAC", "TFLOP/s",
         "block TFLOP/s", "16-byte", "us",
     )  # fmt: skip
-    table = _table(title, ("op", "case", "kernel", "config"), numbers)
+    table = new_table(title, ("op", "case", "kernel", "config"), numbers)
     for name in ("mma", "bound", "source"):
         table.add_column(name)
     for row in rows:
         x = row.figures
         table.add_row(
-            row.op, _pairs(row.case), x.kernel, _pairs(row.config),
+            row.op, pairs(row.case), x.kernel, pairs(row.config),
             str(x.registers), str(x.spill_bytes), str(x.shared_bytes), str(x.warps_per_sm),
             "yes" if x.fits else "NO", _number(x.issue_per_kmac, 2), _number(x.ceiling_tflops, 0),
             _number(x.block_tflops, 0), f"{x.wide_share:.0%}", f"{x.us:.3g}", x.mma or "-",
             x.bound, row.source,
         )  # fmt: skip
-    _console().print(table)
+    show(table, _PIPE_COLUMNS)
 
 
 def print_loops(rows: Sequence[LaunchRow], arch: str) -> None:
@@ -48,7 +46,7 @@ def print_loops(rows: Sequence[LaunchRow], arch: str) -> None:
         "passes", "MMA", "useful MAC", "issue slots", "issue/kMAC", "loads B x n", "copies",
         "loaded B", "stored B", "bound", "cycles",
     )  # fmt: skip
-    table = _table(title, ("op", "case", "kernel", "loop"), numbers)
+    table = new_table(title, ("op", "case", "kernel", "loop"), numbers)
     for row in rows:
         for number, x in enumerate((*row.figures.loops, row.figures.rest)):
             loads = " ".join(f"{width}x{count}" for width, count in x.loads.items())
@@ -60,36 +58,18 @@ def print_loops(rows: Sequence[LaunchRow], arch: str) -> None:
                 _number(x.issue_per_kmac, 2), loads or "-", str(x.copies), str(x.load_bytes),
                 str(x.store_bytes), x.bound, f"{x.bound_cycles:.0f}",
             )  # fmt: skip
-    _console().print(table)
+    show(table, _PIPE_COLUMNS)
 
 
 def print_changes(changes: Sequence[Change]) -> None:
     """What differs from the contract, a figure a row."""
     title = "figures that differ from bench_kernels/contract.json; a static model, no times"
-    table = _table(title, ("op", "case", "kernel", "figure", "committed", "now", ""), ())
+    table = new_table(title, ("op", "case", "kernel", "figure", "committed", "now", ""), ())
     for x in changes:
         verdict = "WORSE" if x.fails else ""
         table.add_row(x.op, x.case, x.kernel, x.figure, str(x.committed), str(x.now), verdict)
-    _console().print(table)
-
-
-def _table(title: str, words: Sequence[str], numbers: Sequence[str]) -> Table:
-    table = Table(title=title, title_justify="left", box=None)
-    for name in words:
-        table.add_column(name, overflow="fold")
-    for name in numbers:
-        table.add_column(name, justify="right")
-    return table
-
-
-def _console() -> Console:
-    return Console(width=None if sys.stdout.isatty() else _PIPE_COLUMNS, highlight=False)
+    show(table, _PIPE_COLUMNS)
 
 
 def _number(figure: float | None, digits: int) -> str:
     return "-" if figure is None else f"{figure:.{digits}f}"
-
-
-def _pairs(values: Mapping[str, object]) -> str:
-    name = [str(values["name"])] if "name" in values else []
-    return " ".join([*name, *(f"{k}={v}" for k, v in values.items() if k != "name")])

@@ -1,4 +1,4 @@
-"""Which ops a command line names."""
+"""What command lines have in common: the ops they name, the card, and what compiling needs."""
 
 from __future__ import annotations
 
@@ -10,6 +10,14 @@ import click
 
 if TYPE_CHECKING:
     from ftkernels import KernelSpec
+
+ARCHES = click.Choice(("89", "90", "120"))
+arch_option = click.option(
+    "--arch", type=ARCHES, default="89", show_default=True, help="Compute capability times ten."
+)
+jobs_option = click.option(
+    "--jobs", type=click.IntRange(1), help="Processes that compile; default: all cores."
+)
 
 
 def chosen(ops: Sequence[str]) -> list[KernelSpec]:
@@ -33,3 +41,15 @@ def chosen(ops: Sequence[str]) -> list[KernelSpec]:
     return [known[op] for op in dict.fromkeys(ops)] or [
         spec for spec in known.values() if spec.kernel
     ]
+
+
+def require_compiler() -> None:
+    """Refuse a process whose kernels are interpreted.
+
+    Raises:
+        ClickException: it is one.
+    """
+    from ftkernels import backend
+
+    if backend.interpreted():
+        raise click.ClickException("TRITON_INTERPRET is on, expected a process without it")

@@ -24,6 +24,19 @@ def state_file(gpu: str) -> Path:
 
 
 @contextlib.contextmanager
+def counting(verb: str, total: int) -> Iterator[Callable[[str], None]]:
+    """A function to be told the name of each op as it is begun."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task(verb, total=total)
+
+        def advance(op: str) -> None:
+            progress.update(task, description=f"{verb} {op}", advance=1)
+
+        yield advance
+
+
+@contextlib.contextmanager
 def compiling(
     found: Sequence[Problem], arch: int, state: Path | None, jobs: int | None, *,
     prune: bool = True,

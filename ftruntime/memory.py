@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final
 
-from ftruntime.checkpoint.names import TensorSpec, expected_tensors, sharded_dim
+from ftruntime.checkpoint.names import TensorSpec, expected_tensors, num_shares
 from ftruntime.model.config import ModelConfig
 from ftruntime.types import PAGE_TOKENS
 
@@ -63,7 +63,7 @@ def weight_bytes(shape: ModelConfig, *, widened: bool, ranks: int) -> WeightByte
         if ".ffn.experts." in name:
             first_expert += size if name.startswith("layers.0.ffn.experts.0.") else 0
             continue
-        dense += -(-size // ranks) if sharded_dim(name) is not None else size
+        dense += -(-size // num_shares(name, ranks))
     return WeightBytes(
         dense=dense,
         expert=-(-first_expert // ranks),

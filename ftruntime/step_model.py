@@ -24,7 +24,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Final
 
 from ftruntime import memory
-from ftruntime.checkpoint.names import expected_tensors, sharded_dim
+from ftruntime.checkpoint.names import expected_tensors, num_shares
 from ftruntime.model.config import ModelConfig
 
 if TYPE_CHECKING:
@@ -261,8 +261,7 @@ def linear_flops(shape: ModelConfig, *, ranks: int) -> Mapping[str, float]:
         if name in ("embed.weight", "head.weight"):
             continue
         narrow = spec.dtype == "F8_E4M3" and ".attn.wo_a." not in name
-        share = ranks if sharded_dim(name) is not None else 1
-        flops["fp8" if narrow else "bf16"] += 2 * spec.num_elements / share
+        flops["fp8" if narrow else "bf16"] += 2 * spec.num_elements / num_shares(name, ranks)
     return flops
 
 

@@ -38,6 +38,7 @@ from ftruntime.checkpoint.names import (
     FP8_BLOCK,
     expected_tensors,
     expert_name,
+    num_shares,
     sharded_dim,
 )
 from ftruntime.model.config import ModelConfig
@@ -207,7 +208,7 @@ class _Loader:
         dense = {n: s for n, s in expected.items() if ".ffn.experts." not in n}
         num_experts = config.num_hidden_layers * config.n_routed_experts
         self.total_bytes = sum(
-            spec.num_bytes // self._num_shares(name) for name, spec in dense.items()
+            spec.num_bytes // num_shares(name, self.form.ranks) for name, spec in dense.items()
         )
         self.total_bytes += num_experts * self.form.stored_bytes
         tensors: dict[str, torch.Tensor] = {}
@@ -268,9 +269,6 @@ class _Loader:
                 yield partial(self.files.read_ahead, shard)
                 advised += 1
             yield partial(_place, builder, layer, expert)
-
-    def _num_shares(self, name: str) -> int:
-        return 1 if sharded_dim(name) is None else self.form.ranks
 
     def _tensor(self, name: str) -> torch.Tensor:
         value = self._stored(name, sharded_dim(name))

@@ -11,7 +11,7 @@ from typing import Final
 import torch
 
 from ftruntime.checkpoint.banks import BankForm
-from ftruntime.checkpoint.names import TensorSpec, expected_tensors, sharded_dim
+from ftruntime.checkpoint.names import TensorSpec, expected_tensors, num_shares
 from ftruntime.model.config import ModelConfig
 
 DEQUANTIZE_DTYPES: Final = (torch.bfloat16, torch.float32)
@@ -53,8 +53,7 @@ def estimate(
     for name, spec in expected_tensors(config).items():
         if ".ffn.experts." in name:
             continue
-        shares = 1 if sharded_dim(name) is None else ranks
-        num_bytes = loaded_bytes(name, spec, dequantize) // shares
+        num_bytes = loaded_bytes(name, spec, dequantize) // num_shares(name, ranks)
         dense += num_bytes
         transfer = max(transfer, num_bytes)
         if dequantize is not None and spec.dtype in _QUANTIZED:

@@ -58,6 +58,11 @@ def sharded_dim(name: str) -> int | None:
     return next((dim for mark, dim in _SHARED_OUT.items() if mark in f".{name}"), None)
 
 
+def num_shares(name: str, ranks: int) -> int:
+    """Ranks that share a dense tensor out: all, or 1 where each has it all."""
+    return 1 if sharded_dim(name) is None else ranks
+
+
 def fp8_tensors(name: str, rows: int, columns: int) -> Iterator[Named]:
     """Weight and scale of the FP8 matrix `name`, logical shape `[rows, columns]`."""
     blocks = (-(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK))

@@ -95,10 +95,10 @@ def build_engine(
         config = replace(config, model=str(ensure_demo()))
     directory = Path(str(config.model))
     facts = probe(config.device)
-    resolve(config, ModelConfig.from_dir(directory), facts)  # refuses before a rank is started
     parallel: TensorParallel | None = None
     processes: RankProcesses | None = None
     if config.tensor_parallel_size > 1:
+        resolve(config, ModelConfig.from_dir(directory), facts)  # refuses before a rank is started
         parallel, processes = start_ranks(config, facts.kind, on_end)
     rank = build_rank(config, facts, parallel, progress)
     plan, shape, experts = rank.plan, rank.shape, rank.experts

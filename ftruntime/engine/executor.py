@@ -18,6 +18,7 @@ from ftruntime.model.batch import ForwardBatch
 from ftruntime.model.transformer import Transformer
 from ftruntime.types import (
     EngineFailedError,
+    Executor,
     SeqPlan,
     SeqResult,
     StepPlan,
@@ -162,13 +163,11 @@ class DeviceExecutor:
         return tuple(found)
 
 
-class Runs(Protocol):
+class Runs(Executor, Protocol):
     """Runs plans, on one rank or on all."""
 
     @property
     def num_layers(self) -> int: ...
-
-    def execute(self, plan: StepPlan) -> StepResult: ...
 
     def begin(self) -> None: ...
 

@@ -10,7 +10,16 @@ import signal
 import subprocess
 import time
 
-from tests.support.live import Launcher, Live, Stream, children_of, greedy, is_alive, until
+from tests.support.live import (
+    Launcher,
+    Live,
+    Stream,
+    children_of,
+    cli,
+    greedy,
+    is_alive,
+    until,
+)
 
 FLAGS = (
     "--numerics", "exact", "--num-tokens", "2048", "--tensor-parallel-size", "2",
@@ -63,8 +72,6 @@ def test_ranks_end_with_the_front(launcher: Launcher) -> None:
 
 def test_the_ranks_must_be_those_that_torchrun_starts(demos) -> None:
     env = {**os.environ, "RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "x", "MASTER_PORT": "1"}
-    from tests.support.live import cli
-
     ended = subprocess.run(
         [*cli(), "serve", str(demos["tiny"]), "--tp", "2"], env=env, capture_output=True, text=True
     )

@@ -40,6 +40,18 @@ def retracted(bench: Bench) -> list[str]:
     return names
 
 
+def two_on_six_pages(**params: object) -> Bench:
+    """Run until the newer of two gives way: with 3 pages each neither can grow."""
+    bench = bench_of(num_pages=6)
+    names = retracted(bench)
+    for name in ("a", "b"):
+        bench.submit(make_request(name, 200, max_tokens=500, **params))
+    while not names:
+        bench.step()
+    assert names == ["b"]
+    return bench
+
+
 def first_plans(bench: Bench, name: str) -> list[StepPlan]:
     """The plans that gave a request a row."""
     return [p for p in bench.plans for s in p.seqs if s.request_id == name and s.fresh]
@@ -70,13 +82,7 @@ def test_the_newest_gives_its_pages_up_and_both_answers_stay_the_same(
 ) -> None:
     """6 pages: with 3 pages each neither can grow. `a` gets its fourth at token 385, `b` waits."""
     caplog.set_level(logging.INFO, logger="ftruntime.scheduler.pressure")
-    bench = bench_of(num_pages=6)
-    names = retracted(bench)
-    for name in ("a", "b"):
-        bench.submit(make_request(name, 200, max_tokens=500))
-    while not names:
-        bench.step()
-    assert names == ["b"]
+    bench = two_on_six_pages()
     known = 200 + len(bench.tokens("b"))
     assert known == 385, "the fourth page is for position 384"
     assert [seq.request_id for seq in bench.plans[-1].seqs] == ["a"]
@@ -101,12 +107,7 @@ def test_the_newest_gives_its_pages_up_and_both_answers_stay_the_same(
 
 def test_resumed_prefill_ends_with_the_next_draw() -> None:
     """Parts of 128 tokens; the last one, and no other, draws token 186 of `b`."""
-    bench = bench_of(num_pages=6)
-    names = retracted(bench)
-    for name in ("a", "b"):
-        bench.submit(make_request(name, 200, max_tokens=500, presence_penalty=0.5))
-    while not names:
-        bench.step()
+    bench = two_on_six_pages(presence_penalty=0.5)
     bench.drain()
     index = bench.plans.index(first_plans(bench, "b")[1])
     parts = [plan.seqs[0] for plan in bench.plans[index : index + 4]]
@@ -184,12 +185,7 @@ def test_a_chunk_between_two_slices_is_given_up_whole(groups: int) -> None:
 
 
 def test_p06_a_request_that_waits_to_return_can_be_cancelled() -> None:
-    bench = bench_of(num_pages=6)
-    names = retracted(bench)
-    for name in ("a", "b"):
-        bench.submit(make_request(name, 200, max_tokens=500))
-    while not names:
-        bench.step()
+    bench = two_on_six_pages()
     event = bench.scheduler.cancel("b")
     assert event is not None
     assert event.finish_reason == "abort"
