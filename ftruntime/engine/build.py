@@ -100,15 +100,22 @@ def build_engine(
     if config.tensor_parallel_size > 1:
         resolve(config, ModelConfig.from_dir(directory), facts)  # refuses before a rank is started
         parallel, processes = start_ranks(config, facts.kind, on_end)
-    rank = build_rank(config, facts, parallel, progress)
-    plan, shape, experts = rank.plan, rank.shape, rank.experts
-    executor: Runs = rank.executor
-    if parallel is not None:
-        executor = LeadingExecutor(rank.executor, parallel, processes)
-    progress("warm up", 0.0)
-    warm_up(executor, plan, picked_tokens=4 * shape.index_topk, every=plan.kind == "cuda")
-    executor.begin()
-    progress("warm up", 1.0)
+    try:
+        rank = build_rank(config, facts, parallel, progress)
+        plan, shape, experts = rank.plan, rank.shape, rank.experts
+        executor: Runs = rank.executor
+        if parallel is not None:
+            executor = LeadingExecutor(rank.executor, parallel, processes)
+        progress("warm up", 0.0)
+        warm_up(executor, plan, picked_tokens=4 * shape.index_topk, every=plan.kind == "cuda")
+        executor.begin()
+        progress("warm up", 1.0)
+    except BaseException:
+        if processes is not None:
+            processes.close()
+        if parallel is not None:
+            parallel.close()
+        raise
     # what stands now stays: later collections need not walk it
     gc.freeze()
     _logger.info(

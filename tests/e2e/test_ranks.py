@@ -7,12 +7,16 @@ its share of the bytes. RUN_SLOW=1: four ranks and 500 tokens, else two and 120.
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
 
 from ftruntime import LLM, SamplingParams
+from tests.support.live import children_of
 
 SLOW = os.environ.get("RUN_SLOW") == "1"
 RANKS = 4 if SLOW else 2
@@ -56,3 +60,28 @@ def test_ranks_equal_one_rank(moe, demos):
         ours, theirs = several["experts"][phase], one["experts"][phase]
         assert (ours["hits"], ours["misses"]) == (theirs["hits"], theirs["misses"])
         assert ours["bytes_h2d"] * RANKS == theirs["bytes_h2d"]
+
+
+def spoil_first_row(directory: Path) -> None:
+    """NaN for the first scale of an expert, in the rows that rank 0 alone reads."""
+    name = "layers.3.ffn.experts.2.w1.scale"
+    for shard in directory.glob("*.safetensors"):
+        data = bytearray(shard.read_bytes())
+        size = int.from_bytes(data[:8], "little")
+        header = json.loads(data[8 : 8 + size])
+        if name in header:
+            data[8 + size + header[name]["data_offsets"][0]] = 255
+            shard.write_bytes(data)
+
+
+def test_a_start_that_fails_leaves_no_rank(demos, tmp_path):
+    """Rank 0 meets the damage while it reads; the other rank is whole, and waits for it."""
+    directory = tmp_path / "damaged"
+    shutil.copytree(demos["tiny"], directory)
+    spoil_first_row(directory)
+    before = set(children_of(os.getpid()))
+    with pytest.raises(ValueError, match=r"the scale code 255 \(NaN\)"):
+        LLM(model=directory, tp=2, **FLAGS)
+    assert set(children_of(os.getpid())) <= before
+    with LLM(model=demos["tiny"], tp=2, **FLAGS) as llm:
+        assert llm.stats()["integrity"] == "ok"
