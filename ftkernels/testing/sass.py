@@ -98,7 +98,7 @@ def mma_kind(sass: str) -> str | None:
 
 
 def parse(sass: str) -> list[Instruction]:
-    """The instructions of a kernel, in order."""
+    """The instructions of a kernel in order, without what fills its memory behind the end."""
     labels: dict[str, int] = {}
     found: list[tuple[str, str, str]] = []
     for line in sass.splitlines():
@@ -106,7 +106,20 @@ def parse(sass: str) -> list[Instruction]:
             labels[label[1]] = len(found)
         elif match := _INSTRUCTION.search(line):
             found.append((match[2], match[3].strip(), match[1] or ""))
-    return [_instruction(op, text, guard, labels) for op, text, guard in found]
+    return _without_filling([_instruction(op, text, guard, labels) for op, text, guard in found])
+
+
+def _without_filling(code: list[Instruction]) -> list[Instruction]:
+    """Less the trap and the NOPs behind the last exit: no warp comes there to issue them."""
+    end = len(code)
+    while end and (code[end - 1].name == "NOP" or _is_trap(code[end - 1], end - 1)):
+        end -= 1
+    entered = any(x.jump is not None and x.jump >= end for x in code[:end])
+    return code[:end] if end and code[end - 1].ends and not entered else code
+
+
+def _is_trap(x: Instruction, place: int) -> bool:
+    return x.ends and x.jump == place
 
 
 def _instruction(op: str, text: str, guard: str, labels: dict[str, int]) -> Instruction:

@@ -1,7 +1,9 @@
 """Figures agree with the independent reader in tests/tools on kernels of ours.
 
 The same registers, spills and shared bytes of the same binary, and for every loop the same
-instructions, multiply-adds and bytes; cycles differ by the rounding of the card's peaks.
+instructions, multiply-adds and bytes; cycles differ by the rounding of the card's peaks. The other
+reader counts the trap and the NOPs that fill the memory behind the last exit; no warp issues them,
+so they are taken off its count of the code outside the loops.
 """
 
 from __future__ import annotations
@@ -49,6 +51,13 @@ def test_both_readers_agree(op, case, tool):
         assert_agree(tool, launch.launch.report, figures)
 
 
+def without_filling(code):
+    """Less the branches onto themselves and NOPs at the end."""
+    kept = [place for place, x in enumerate(code) if x.op != "NOP" and x.text != hex(x.addr)]
+    assert kept[-1] < len(code) - 1
+    return code[: kept[-1] + 1]
+
+
 def assert_agree(tool, report, figures):
     text, usage = tool.disassemble(report.cubin)
     use = {name: int(value) for name, value in re.findall(r"(REG|STACK):(\d+)", usage)}
@@ -58,7 +67,7 @@ def assert_agree(tool, report, figures):
     assert figures.shared_bytes == report.shared
     occupancy = tool.occupancy(use["REG"], report.shared, report.num_warps)
     assert figures.blocks_per_sm == occupancy["blocks_per_sm"]
-    big, rest, _ = tool.regions(code)
+    big, rest, _ = tool.regions(without_filling(code))
     theirs = [tool.count(part, report.num_warps) for part in (*(own for own, _ in big), rest)]
     for mine, other in zip((*figures.loops, figures.rest), theirs, strict=True):
         assert mine.slots == other["issue_slots_per_block"]

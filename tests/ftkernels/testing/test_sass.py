@@ -5,7 +5,8 @@ Loops are compared with those of the independent reader in tests/tools on random
 Mutants run, each noticed: an inner loop counted in the outer one too, the head's own block no loop,
 a cycle with two entries left out, an outer loop after the loops inside it, the trap behind the end
 as a loop, predicated branches as ends, calls as no jumps, copies to shared memory as no loads, 16
-bytes as 8, an unknown matrix instruction as no work, 64 rows for one warp.
+bytes as 8, an unknown matrix instruction as no work, 64 rows for one warp, the filling behind the
+end as slots, a trap that is jumped to as filling, a NOP that runs as filling.
 """
 
 from __future__ import annotations
@@ -54,9 +55,24 @@ def test_loops_without_the_loops_inside_them():
     assert inner.counts.opcodes == {
         "LDGSTS.E.BYPASS.128": 1, "LDG.E.64": 1, "QMMA.16832.F32.E4M3.E4M3": 1, "BRA": 1,
     }  # fmt: skip
-    assert rest.counts.opcodes == {"IMAD.MOV.U32": 1, "EXIT": 1, "BRA": 1}
+    assert rest.counts.opcodes == {"IMAD.MOV.U32": 1, "EXIT": 1}
     assert outer.why == inner.why == ("mma", "loads", "slots")
     assert rest.why == ()
+
+
+@pytest.mark.parametrize("end", ["EXIT", "RET.REL.NODEC R2 `(k)"])
+def test_what_fills_the_memory_behind_the_end_is_no_code(end):
+    nops = "\n".join(f"        /*{0x20 + 16 * i:04x}*/                   NOP;" for i in range(9))
+    ending = f"        /*0000*/                   {end} ;\n"
+    trap = ".L_x_2:\n        /*0010*/                   BRA `(.L_x_2);\n"
+    for filling in (trap, nops, trap + nops):
+        assert [x.name for x in sass.parse(ending + filling)] == [end.partition(".")[0]]
+    # what runs, or what something goes to, is code
+    jump = "        /*0000*/              @!P1 BRA `(.L_x_2) ;\n"
+    assert len(sass.parse(jump + ending + trap + nops)) == 12
+    guarded = ending.replace("                   " + end, "              @!P1 " + end)
+    assert len(sass.parse(guarded + nops)) == 10
+    assert len(sass.parse(nops)) == 9
 
 
 def test_counts_by_hand():
