@@ -1,4 +1,4 @@
-"""A byte-level BPE tokenizer of 512 entries, trained on a short text of our own.
+"""A byte-level BPE tokenizer, trained on a short text of our own unless another is given.
 
 Ids: BOS 0, EOS 1, pad 2, then 256 byte tokens and the merges, then the role, thinking and markup
 tokens. As in the official tokenizer only BOS, EOS and pad carry the special flag, and nothing adds
@@ -7,6 +7,7 @@ a BOS by itself.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Final
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -56,8 +57,9 @@ turned the wheel, found the wind and went on with her work.
 """
 
 
-def build_tokenizer(vocab_size: int) -> Tokenizer:
-    """Train the demo tokenizer; the result has exactly `vocab_size` ids and is the same every time.
+def build_tokenizer(vocab_size: int, texts: Iterable[str] = (_TEXT,)) -> Tokenizer:
+    """Train a demo tokenizer on `texts`; it has exactly `vocab_size` ids and is the same every
+    time.
 
     Raises:
         ValueError: the text is too short for that many merges.
@@ -71,7 +73,7 @@ def build_tokenizer(vocab_size: int) -> Tokenizer:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    tokenizer.train_from_iterator([_TEXT], trainer)
+    tokenizer.train_from_iterator(texts, trainer)
     tokenizer.add_tokens([AddedToken(token, normalized=False) for token in ADDED_TOKENS])
     if tokenizer.get_vocab_size() != vocab_size:
         raise ValueError(
