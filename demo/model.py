@@ -108,7 +108,7 @@ def cast(
             weight = fp4_matrix(weight)
         elif quantized and kind == "F8_E4M3":
             weight = fp8_matrix(weight)
-        out[name] = weight if kind == "F32" or name.endswith("gate.weight") else weight.to(dtype)
+        out[name] = weight if kind == "F32" or name.endswith("ffn.gate.weight") else weight.to(dtype)
     return out
 
 
