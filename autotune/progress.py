@@ -82,7 +82,7 @@ def _watched(progress: Progress, total: int) -> Callable[[Job, Trial], None]:
         default = defaults.setdefault((job.op, job.key, len(job.users)), trial)
         if refusal(trial, default):
             dropped += 1
-        elif sum(default.us) > 0 and 1 - sum(trial.us) / sum(default.us) > best:
+        elif not refusal(default, default) and 1 - sum(trial.us) / sum(default.us) > best:
             best = 1 - sum(trial.us) / sum(default.us)
             progress.update(task, best=f"-{best:.0%} {job.op}")
         progress.update(task, description=f"compile {job.op}", dropped=dropped, advance=1)

@@ -8,7 +8,6 @@ follows from the inputs, so that every rank of a TP group and every run chooses 
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
@@ -90,6 +89,7 @@ class Choice:
     """What was found for a problem.
 
     Args:
+        default_us: None where the default is unsound, with which nothing can be compared.
         ranking: the sound configs, the best first.
         tried: configs that were compiled.
     """
@@ -97,15 +97,15 @@ class Choice:
     problem: Problem
     config: object
     us: float
-    default_us: float
+    default_us: float | None
     ranking: tuple[object, ...] = ()
     dropped: Mapping[str, int] = field(default_factory=dict)
     tried: int = 0
 
     @property
-    def gain(self) -> float:
+    def gain(self) -> float | None:
         """By how much the modelled or measured time falls, as a share of the default's."""
-        return 1 - self.us / self.default_us if self.default_us else 0.0
+        return 1 - self.us / self.default_us if self.default_us else None
 
 
 def lookups(spec: KernelSpec, case: Case, arch: int) -> list[Found]:
@@ -225,29 +225,34 @@ def refusal(trial: Trial, default: Trial) -> str:
 
 
 def choose(problem: Problem, trials: Mapping[object, Trial], *, margin: float) -> Choice | None:
-    """The fastest sound config; the default where none is known to be faster by `margin`.
+    """The fastest sound config; a sound default where none is known to be faster by `margin`.
 
     A config's figure is its time relative to the default's, averaged over the users, so that a
-    decode step counts as much as a long prompt. None when not even the default is sound.
+    decode step counts as much as a long prompt. Without a sound default it is relative to the
+    least time of each user. None when no config is sound.
     """
     default = trials[problem.default]
     dropped: dict[str, int] = {}
-    ratios: dict[object, float] = {}
+    sound: list[object] = []
     for record in (x for x in problem.candidates if x in trials):
         rule = refusal(trials[record], default)
         if rule:
             dropped[rule] = dropped.get(rule, 0) + 1
         else:
-            ratios[record] = _ratio(trials[record].us, default.us)
-    # sorted keeps equals in the order of the candidates, the default first
-    ranking = tuple(sorted(ratios, key=lambda record: ratios[record]))
-    if not ranking:
+            sound.append(record)
+    if not sound:
         return None
+    can_compare = problem.default in sound
+    times = [trials[record].us for record in sound]
+    base = default.us if can_compare else tuple(map(min, zip(*times, strict=True)))
+    ratios = {record: _ratio(trials[record].us, base) for record in sound}
+    # sorted keeps equals in the order of the candidates, the default first
+    ranking = tuple(sorted(sound, key=lambda record: ratios[record]))
     best = ranking[0]
     is_known = trials[best].can_tell and default.can_tell and ratios[best] < 1 - margin
-    if problem.default in ratios and not is_known:
+    if can_compare and not is_known:
         best = problem.default
-    us, default_us = sum(trials[best].us), sum(default.us)
+    us, default_us = sum(trials[best].us), sum(default.us) if can_compare else None
     return Choice(problem, best, us, default_us, ranking, dropped, len(trials))
 
 
@@ -269,8 +274,6 @@ def _floor_us(op: str, case: Case, card: target.Target) -> float:
     return max(bytes_us, spec.flops(case) / card.fp8_tflops * 1e-6)
 
 
-def _ratio(us: Sequence[float], default: Sequence[float]) -> float:
-    if len(us) != len(default) or not all(map(math.isfinite, default)):
-        return 1.0
+def _ratio(us: Sequence[float], base: Sequence[float]) -> float:
     # rounded, so that the last bits of a sum decide nothing
-    return round(sum(a / b for a, b in zip(us, default, strict=True)) / len(us), 6)
+    return round(sum(a / b for a, b in zip(us, base, strict=True)) / len(us), 6)

@@ -142,19 +142,29 @@ def _drop_unsound_inside(
 
 
 def measure(choice: Choice, card: Card) -> Choice | None:
-    """The choice after the best of its ranking and the default have been timed."""
+    """The choice after the best of its ranking and a sound default have been timed."""
     problem = choice.problem
     best = [x for x in choice.ranking if x != problem.default][: card.top]
     timed = Problem(problem.op, problem.key, problem.users, (), (problem.default, *best))
-    trials = {record: measured(timed, record, card.timer) for record in timed.candidates}
+    is_sound = choice.default_us is not None
+    trials = {
+        record: measured(timed, record, card.timer)
+        for record in (timed.candidates if is_sound else best)
+    }
+    # an unsound one may not even start
+    trials.setdefault(problem.default, Trial(error="unsound default"))
     return choose(timed, trials, margin=MEASURED_MARGIN)
 
 
 def entry_of(choice: Choice, card: Card | None) -> dict[str, Any]:
-    """What is written for a choice; `us` and `default_us` are sums over its cases."""
+    """What is written for a choice; `us` and `default_us` are sums over its cases.
+
+    `default_us` is None where the default is unsound.
+    """
+    default_us = None if choice.default_us is None else round(choice.default_us, 3)
     entry: dict[str, Any] = {
         "key": dict(choice.problem.key), "config": asdict(choice.config),  # type: ignore[call-overload]
-        "us": round(choice.us, 3), "default_us": round(choice.default_us, 3),
+        "us": round(choice.us, 3), "default_us": default_us,
         "source": "modelled", "triton": VERSIONS,
         "source_hash": config.source_hash(default_of(choice.problem.op)),
     }  # fmt: skip
@@ -191,9 +201,14 @@ def write(
 
 @dataclass(frozen=True)
 class Summary:
-    """Of one op: keys, candidates, those compiled and dropped, gains of what beats the default.
+    """Of one op: keys by their outcome, candidates, those compiled, and those dropped by each rule.
 
-    `gains` are those keys' shares of the default's time that fall away.
+    Args:
+        gains: of every key whose entry beats its default, the share of the default's time that
+            falls away.
+        kept: keys that stay at the default.
+        replaced: keys whose default is unsound.
+        unsound: keys without a sound config.
     """
 
     op: str
@@ -202,6 +217,8 @@ class Summary:
     tried: int
     dropped: Mapping[str, int]
     gains: tuple[float, ...]
+    kept: int
+    replaced: int
     unsound: int
 
 
@@ -214,15 +231,14 @@ def summaries(found: Sequence[Problem], choices: Sequence[Choice | None]) -> lis
 
 
 def _summary(op: str, pairs: Sequence[tuple[Problem, Choice | None]]) -> Summary:
+    chosen = [choice for _, choice in pairs if choice is not None]
     dropped: Counter[str] = Counter()
-    gains, tried = [], 0
-    for problem, choice in pairs:
-        if choice is not None:
-            dropped.update(choice.dropped)
-            tried += choice.tried
-            if choice.config != problem.default:
-                gains.append(choice.gain)
+    for choice in chosen:
+        dropped.update(choice.dropped)
+    changed = [x for x in chosen if x.config != x.problem.default]
+    gains = tuple(x.gain for x in changed if x.gain is not None)
     return Summary(
-        op, len(pairs), sum(len(problem.candidates) for problem, _ in pairs), tried, dropped,
-        tuple(gains), sum(choice is None for _, choice in pairs),
+        op, len(pairs), sum(len(problem.candidates) for problem, _ in pairs),
+        sum(choice.tried for choice in chosen), dropped, gains, len(chosen) - len(changed),
+        len(changed) - len(gains), len(pairs) - len(chosen),
     )  # fmt: skip

@@ -1,7 +1,8 @@
 """Timing through a stand-in for the card: what is recorded, how often, and what is made of it.
 
 Mutants tried: one set of inputs for all calls, the mean in place of the median, milliseconds of all
-sets taken for one call's, warm-up replays counted, values not checked, the config not pinned.
+sets taken for one call's, warm-up replays counted, values not checked, the config not pinned, an
+unsound default run.
 """
 
 from __future__ import annotations
@@ -114,6 +115,15 @@ def test_a_card_cannot_tell_a_hundredth_apart(card):
     choice = tune.measure(_choice(EQUAL), _card(card, 5))
     assert choice is not None
     assert choice.config == DEFAULT
+
+
+def test_an_unsound_default_is_not_run(card, monkeypatch):
+    monkeypatch.setattr(tune, "default_of", lambda op: default_tile)
+    choice = tune.measure(replace(_choice(SLOW, FAST), default_us=None), _card(card, 2))
+    assert choice is not None
+    assert (choice.config, choice.us, choice.default_us) == (FAST, 12.0, None)
+    assert len(card.inputs) == 4  # two configs in two cases
+    assert tune.entry_of(choice, None)["default_us"] is None
 
 
 def test_an_entry_says_where_it_was_measured(card, monkeypatch):

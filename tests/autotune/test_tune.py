@@ -120,6 +120,15 @@ def test_a_summary_counts_keys_configs_rules_and_gains(setup):
     assert dict(summary.dropped) == {"spills": 3}
     # of 1000/16 + 4 us 1000/64 + 4 are left
     assert summary.gains == pytest.approx((1 - 19.625 / 66.5,))
+    assert (summary.kept, summary.replaced) == (2, 0)
+
+
+def test_a_key_whose_default_is_unsound_gains_nothing_that_counts(setup):
+    choices = tune.search(search.problems([TOY], arch=89), setup)
+    choices[0] = replace(choices[0], default_us=None)
+    (summary,) = tune.summaries([x.problem for x in choices], choices)
+    assert (len(summary.gains), summary.kept, summary.replaced) == (1, 2, 1)
+    assert tune.entry_of(choices[0], None)["default_us"] is None
 
 
 def test_the_versions_are_those_that_the_library_supports():
