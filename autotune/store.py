@@ -28,6 +28,35 @@ def read(path: Path, op: str, gpu: str) -> list[dict[str, Any]]:
     return [x for x in entries if isinstance(x, dict) and isinstance(x.get("key"), dict)]
 
 
+def check(root: Path, gpu: str, ops: Iterable[str]) -> None:
+    """Refuse to write where a file is not one of entries of its op, or holds half an entry.
+
+    Raises:
+        ValueError: there is such a file, in one sentence.
+        OSError: one cannot be read.
+    """
+    for op in ops:
+        path = root / gpu / f"{op}.json"
+        if path.exists():
+            _whole(path, op, gpu)
+
+
+def _whole(path: Path, op: str, gpu: str) -> list[dict[str, Any]]:
+    """The entries of a file in which each is whole."""
+    wanted = f"entries of {op} for {gpu}, or no file"
+    try:
+        entries = config.read(path, op, gpu)
+    except ValueError as error:
+        raise ValueError(f"config file {path} is damaged ({error}), expected {wanted}") from None
+    for number, entry in enumerate(entries, start=1):
+        reason = config.damage(entry)
+        if reason:
+            raise ValueError(
+                f"config file {path}: entry {number} is refused for {reason}, expected {wanted}"
+            )
+    return entries
+
+
 def merged(old: Iterable[Entry], new: Iterable[Entry], source_hash: str) -> list[Entry]:
     """Old entries of this source with new ones in their place, by key.
 

@@ -137,10 +137,42 @@ def sources(gpu: str) -> Counter[str]:
     """
     found = Counter[str]()
     for path in sorted((_ROOT / gpu).glob("*.json")):
-        data = json.loads(path.read_text())
-        _check_head(data, path.stem, gpu)
-        found.update(str(x.get("source")) for x in data["entries"] if isinstance(x, dict))
+        entries = read(path, path.stem, gpu)
+        found.update(str(x.get("source")) for x in entries if isinstance(x, dict))
     return found
+
+
+def read(path: Path, op: str, gpu: str) -> list[Any]:
+    """The entries of a file as they stand there, good or not.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is damaged or for something else.
+    """
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_number)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    _check_head(data, op, gpu)
+    entries: list[Any] = data["entries"]
+    return entries
+
+
+def _no_number(name: str) -> None:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+def damage(entry: object) -> str:
+    """What an entry lacks to be one, whatever the process; empty when it is whole."""
+    if not isinstance(entry, dict):
+        return "not being an object"
+    key = entry.get("key")
+    if not isinstance(key, dict) or not all(type(size) is int for size in key.values()):
+        return "a damaged key"
+    texts = [entry.get(name) for name in ("source", "source_hash", "triton")]
+    if not isinstance(entry.get("config"), dict) or not all(type(x) is str for x in texts):
+        return "a damaged entry"
+    return "" if entry["source"] in _SOURCES else "a damaged entry"
 
 
 def forget() -> None:
@@ -195,14 +227,13 @@ def _entries(
     if not path.exists():
         return {}
     try:
-        data = json.loads(path.read_text())
-        _check_head(data, op, gpu)
+        entries = read(path, op, gpu)
     except (OSError, ValueError) as error:
         warnings.warn(f"config file {path} ignored: {error}", stacklevel=5)
         return {}
     found: dict[FrozenKey, _Entry] = {}
     ignored: Counter[str] = Counter()
-    for entry in data["entries"]:
+    for entry in entries:
         reason = _refusal(entry, source, record)
         if reason:
             ignored[reason] += 1
@@ -219,7 +250,7 @@ def _check_head(data: object, op: str, gpu: str) -> None:
     if not isinstance(data, dict):
         raise ValueError(f"it holds {type(data).__name__}, expected an object")
     for name, wanted in (("schema", SCHEMA), ("op", op), ("gpu", gpu)):
-        if data.get(name) != wanted:
+        if data.get(name) != wanted or type(data[name]) is not type(wanted):
             raise ValueError(f"{name} is {data.get(name)!r}, expected {wanted!r}")
     if not isinstance(data.get("entries"), list):
         raise ValueError("entries is missing, expected a list")
@@ -227,19 +258,15 @@ def _check_head(data: object, op: str, gpu: str) -> None:
 
 def _refusal(entry: object, source: str, record: Callable[..., Any]) -> str:
     """Why an entry does not apply here; empty when it does."""
-    if not isinstance(entry, dict):
-        return "not being an object"
-    key, config = entry.get("key"), entry.get("config")
-    if not isinstance(key, dict) or not all(type(size) is int for size in key.values()):
-        return "a damaged key"
-    if not isinstance(config, dict) or entry.get("source") not in _SOURCES:
-        return "a damaged entry"
-    if entry.get("source_hash") != source:
+    damaged = damage(entry)
+    if damaged:
+        return damaged
+    assert isinstance(entry, dict)
+    if entry["source_hash"] != source:
         return "another source hash"
-    good_for = str(entry.get("triton")).split()
-    if _minor(triton.__version__) not in [_minor(version) for version in good_for]:
+    if _minor(triton.__version__) not in map(_minor, entry["triton"].split()):
         return f"a Triton other than {_minor(triton.__version__)}"
-    types = get_type_hints(record)
+    config, types = entry["config"], get_type_hints(record)
     if set(config) - set(types):
         return "an unknown field"
     if not all(_legal(name, value, types[name]) for name, value in config.items()):

@@ -90,6 +90,41 @@ def test_a_damaged_or_foreign_file_is_written_anew(content, root):
     assert _blocks(root) == [(4, 16)]
 
 
+REFUSED = {
+    "empty": (b"", "is damaged (Expecting value: line 1 column 1 (char 0))"),
+    "no text": (b"\xff", "is damaged ('utf-8' codec can't decode byte 0xff in position 0: "
+                "invalid start byte)"),
+    "a list": (b"[]", "is damaged (it holds list, expected an object)"),
+    "other op": (b'{"schema": 1, "op": "other"}', "is damaged (op is 'other', expected 'toy')"),
+    "other schema": (b'{"schema": 2}', "is damaged (schema is 2, expected 1)"),
+    "a true schema": (b'{"schema": true}', "is damaged (schema is True, expected 1)"),
+    "deep": (b"[" * 10**5, "is damaged (it is nested too deeply)"),
+    "half an entry": (
+        json.dumps({"op": "toy", "gpu": GPU, "schema": 1, "entries": [{"key": {"T": 1}}]}).encode(),
+        ": entry 1 is refused for a damaged entry",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("content", "told"), REFUSED.values(), ids=REFUSED)
+def test_what_is_not_the_tuners_is_refused(content, told, root):
+    path = root / GPU / "toy.json"
+    path.parent.mkdir()
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match="config file") as refused:
+        store.check(root, GPU, ["fine", "toy"])
+    space = "" if told.startswith(":") else " "
+    assert str(refused.value) == (
+        f"config file {path}{space}{told}, expected entries of toy for {GPU}, or no file"
+    )
+    store.check(root, GPU, ["fine"])
+
+
+def test_stale_entries_are_the_tuners_all_the_same(root):
+    store.write(root, GPU, "toy", [_entry(4, 16, source_hash="0", triton="9.9")], default_tile)
+    store.check(root, GPU, ["toy"])
+
+
 def test_a_failed_write_leaves_the_file_as_it_was(root, monkeypatch):
     path = store.write(root, GPU, "toy", [_entry(4, 16)], default_tile)
     before = path.read_bytes()
