@@ -6,19 +6,20 @@ The figures are compiled or read off machine code and so a static model: none is
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from autotune.inspect import LaunchRow
 from autotune.static import LaunchFigures
-from ftkernels.spec import Case
+from ftkernels.spec import Case, KernelSpec, registry
+from ftkernels.testing import figures
 
 Entry = Mapping[str, Any]
-ARCH = 89
 SHARED_BYTES = 101376  # of a block on sm_89, by the vendor's table
 COMMITTED = Path(__file__).parents[1] / "bench_kernels" / "contract.json"
 _ISSUE_TOLERANCE = 0.05
@@ -66,10 +67,10 @@ def entry(row: LaunchRow) -> dict[str, object]:
     }  # fmt: skip
 
 
-def _mma(figures: LaunchFigures) -> dict[str, int]:
+def _mma(found: LaunchFigures) -> dict[str, int]:
     """How often each matrix instruction stands in the code."""
     total = Counter[str]()
-    for loop in (*figures.loops, figures.rest):
+    for loop in (*found.loops, found.rest):
         total.update(loop.mma)
     return dict(sorted(total.items()))
 
@@ -133,6 +134,32 @@ class Contract:
             found += changes(op, part[0].case, part, self.of(op, part[0].case))
         return found
 
+    def strays(self, specs: Sequence[KernelSpec]) -> list[str]:
+        """A sentence for each case that these ops hold and the file does not, or the reverse.
+
+        Nothing is compiled. Other ops that exist are let be.
+        """
+        held, known = held_launches(specs), {spec.name for spec in registry()}
+        let_be = known - {spec.name for spec in specs}
+        committed = {k: len(part) for k, part in self.launches.items() if k[0] not in let_be}
+        return [
+            f"contract: case {' '.join(key)} has {committed.get(key, 0)} launches, expected "
+            f"{held.get(key, 0)}: ft-autotune inspect --write-contract"
+            f"{f' {key[0]}' if key[0] in known else ''}"
+            for key in sorted({*held, *committed})
+            if held.get(key, 0) != committed.get(key, 0)
+        ]
+
+
+def held_launches(specs: Sequence[KernelSpec]) -> dict[tuple[str, str], int]:
+    """Launches of each case that the contract holds, by op and name."""
+    return {
+        (spec.name, str(case["name"])): spec.launches(case)
+        for spec in specs
+        for case in spec.cases
+        if spec.kernel and is_held(case)
+    }
+
 
 def by_case(rows: Sequence[LaunchRow]) -> dict[tuple[str, str], list[LaunchRow]]:
     """The rows of each held case, in order."""
@@ -149,37 +176,51 @@ def read(path: Path = COMMITTED) -> Contract:
     Raises:
         ValueError: there are none, or the file is damaged.
     """
-    try:
-        data = json.loads(path.read_text())
-        launches: dict[tuple[str, str], list[Entry]] = {}
-        for launch in data["launches"]:
-            launches.setdefault((launch["op"], launch["case"]), []).append(launch)
-        return Contract(str(data["triton"]), launches)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"contract: {path} is unreadable, expected figures: {error}") from None
+    return Contract(*figures.read(path))
 
 
-def write(rows: Sequence[LaunchRow], path: Path = COMMITTED) -> int:
-    """Commit the held cases of `rows`; those of ops that are not among them stay as they are.
+def write(rows: Sequence[LaunchRow], path: Path = COMMITTED, *, others: bool = True) -> int:
+    """Commit the held cases of `rows`; the file is replaced as a whole or not at all.
+
+    Args:
+        others: keep the figures of ops that are not among `rows`.
 
     Returns:
         The number of launches in the file.
 
     Raises:
         ValueError: the others' figures are damaged, or of another Triton.
+        OSError: the file cannot be written.
     """
-    ops, version = {row.op for row in rows}, rows[0].triton
-    launches: dict[tuple[str, str], list[Entry]] = {}
-    if path.exists():
-        before = read(path)
-        launches = {key: list(x) for key, x in before.launches.items() if key[0] not in ops}
-        if launches and before.triton != version:
-            raise ValueError(
-                f"contract: triton is {version}, expected {before.triton} as for the other ops"
-            )
+    version = rows[0].triton
+    launches = _others({row.op for row in rows}, version, path) if others else {}
     for key, part in by_case(rows).items():
         launches[key] = [{"op": key[0], "case": key[1], **entry(row)} for row in part]
-    lines = [json.dumps(x) for key in sorted(launches) for x in launches[key]]
-    head = f'{{"triton": "{version}", "arch": {ARCH}, "launches": [\n'
-    path.write_text(head + ",\n".join(lines) + "\n]}\n")
+    lines = [json.dumps(x, allow_nan=False) for key in sorted(launches) for x in launches[key]]
+    head = f'{{"triton": "{version}", "arch": {figures.ARCH}, "launches": [\n'
+    _replace(path, head + ",\n".join(lines) + "\n]}\n")
     return len(lines)
+
+
+def _others(
+    ops: Collection[str], version: str, path: Path
+) -> dict[tuple[str, str], Sequence[Entry]]:  # fmt: skip
+    """What is committed of ops but these."""
+    if not path.exists():
+        return {}
+    before = read(path)
+    kept = {key: part for key, part in before.launches.items() if key[0] not in ops}
+    if kept and before.triton != version:
+        raise ValueError(
+            f"contract: triton is {version}, expected {before.triton} as for the other ops"
+        )
+    return kept
+
+
+def _replace(path: Path, text: str) -> None:
+    half = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        half.write_text(text, encoding="utf-8")
+        os.replace(half, path)
+    finally:
+        half.unlink(missing_ok=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 from ftkernels import registry
 from ftkernels.spec import Case, KernelSpec
+from ftkernels.testing import figures
 
 Launches = Sequence[Mapping[str, Any]]
 PATH = Path(__file__).with_name("contract.json")
@@ -55,15 +55,7 @@ def read(path: Path = PATH) -> Committed:
     Raises:
         ValueError: there are none, or the file is damaged.
     """
-    try:
-        data = json.loads(path.read_text())
-        launches: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
-        for launch in data["launches"]:
-            launches.setdefault((launch["op"], launch["case"]), []).append(launch)
-        return Committed(str(data["triton"]), launches)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        sentence = f"contract: {path.name} is unreadable ({error}), expected figures"
-        raise ValueError(sentence) from None
+    return Committed(*figures.read(path))
 
 
 def static_table(committed: Committed, ops: Sequence[str] = ()) -> list[dict[str, object]]:

@@ -5,7 +5,9 @@ Five ways are compiled, as patched copies of one product of two matrices.
 Mutants run, each noticed: a tolerance dropped, a tolerance of twice as much, fewer matrix
 instructions allowed, another kind allowed, narrow loads allowed, copies uncounted, spills allowed
 where they were committed, the limit of shared memory read off the contract, a case without
-committed figures passed, other launches passed, TP 2 and 4 committed, other ops' figures dropped.
+committed figures passed, other launches passed, TP 2 and 4 committed, other ops' figures dropped, a
+file cut short by a write that fails, a half of one left behind, cases that no op has kept silent,
+launches of a case uncounted.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import triton.language as tl
 
 from autotune import contract
 from autotune.inspect import LaunchRow, launch_rows
-from ftkernels import backend
+from ftkernels import backend, registry
 from ftkernels.offline import Compiled
 from ftkernels.spec import KernelSpec
 from ftkernels.testing import aot
@@ -251,12 +253,83 @@ def test_what_is_written_is_read(sound, tmp_path):
         contract.write(later, path)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"triton": "3.7.1", "launches": [{}]}'])
-def test_a_damaged_contract_is_one_sentence(text, tmp_path):
+def test_a_whole_write_leaves_no_others(tmp_path, monkeypatch):
+    monkeypatch.setattr(contract, "entry", lambda row: _entry(us=1.0, ceiling_gb_per_s=1.0))
     path = tmp_path / "contract.json"
-    path.write_text(text)
-    with pytest.raises(ValueError, match=r"^contract: .*contract\.json is unreadable, expected fi"):
-        contract.read(path)
+    row, other = _Row("rms_norm"), _Row("hadamard")
+    assert contract.write([row, other], path) == 2
+    assert contract.write([row], path) == 2
+    path.write_text("damaged")
+    with pytest.raises(ValueError, match=r"^contract: .* is unreadable"):
+        contract.write([row], path)
+    assert contract.write([row], path, others=False) == 1
+    assert list(contract.read(path).launches) == [("rms_norm", "flash-x")]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Row:
+    op: str
+    triton: str = "3.7.1"
+
+    @property
+    def case(self) -> dict[str, object]:
+        return {"name": "flash-x"}
+
+
+def test_a_write_that_fails_leaves_what_was_there(tmp_path, monkeypatch):
+    monkeypatch.setattr(contract, "entry", lambda row: _entry(us=1.0, ceiling_gb_per_s=1.0))
+    path = tmp_path / "contract.json"
+    contract.write([_Row("rms_norm")], path)
+    before = path.read_text()
+
+    def full(self, text, encoding):
+        with self.open("w") as file:
+            file.write(text[:10])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(type(path), "write_text", full)
+    with pytest.raises(OSError, match="No space"):
+        contract.write([_Row("hadamard")], path)
+    assert path.read_text() == before
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def _spec(name: str, *cases: str, launches: int = 1) -> KernelSpec:
+    def op():
+        raise NotImplementedError
+
+    op.__name__ = name
+    return KernelSpec(
+        op=op, reference=op, cases=tuple({"name": case} for case in cases),
+        inputs=lambda case: ((), {}), work=lambda *_: None, bytes_moved=lambda case: 0,
+        flops=lambda case: 0, launches=lambda case: launches,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("key", "number", "sentence"),
+    [
+        (("rms_norm", "flash-old"), 1, "case rms_norm flash-old has 1 launches, expected 0: "
+         "ft-autotune inspect --write-contract rms_norm"),
+        (("rms_norm", "flash-t1"), 0, "case rms_norm flash-t1 has 0 launches, expected 1: "
+         "ft-autotune inspect --write-contract rms_norm"),
+        (("rms_norm", "flash-t1"), 2, "case rms_norm flash-t1 has 2 launches, expected 1: "
+         "ft-autotune inspect --write-contract rms_norm"),
+        (("gone", "flash-t1"), 1, "case gone flash-t1 has 1 launches, expected 0: "
+         "ft-autotune inspect --write-contract"),
+    ],
+)  # fmt: skip
+def test_cases_that_are_left_over_or_missing_name_the_command(key, number, sentence):
+    spec = _spec("rms_norm", "flash-t1", "flash-tp2-t1", "small")
+    launches = {("rms_norm", "flash-t1"): [_entry()], ("hadamard", "flash-t1"): [_entry()]}
+    assert contract.Contract("3.7.1", launches).strays([spec]) == []
+    launches[key] = [_entry()] * number
+    assert contract.Contract("3.7.1", launches).strays([spec]) == [f"contract: {sentence}"]
+
+
+def test_the_shipped_contract_has_the_cases_that_are_held():
+    strays = contract.read().strays(registry())
+    assert not strays, "\n".join(strays)
 
 
 def test_the_shipped_contract_is_of_the_pinned_triton():
