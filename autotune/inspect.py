@@ -52,7 +52,7 @@ class LaunchRow:
         return self.figures.fits and self.figures.spill_bytes == 0
 
     def as_dict(self) -> dict[str, object]:
-        """For JSON; all that is not counted or compiled is under `static_model`."""
+        """For JSON. `source` is the config's; the figures' own is said beside them."""
         x = self.figures
         return {
             "op": self.op, "kernel": x.kernel, "case": dict(self.case),
@@ -60,7 +60,7 @@ class LaunchRow:
             "spill_bytes": x.spill_bytes, "shared_bytes": x.shared_bytes, "fits": x.fits,
             "warps_per_sm": x.warps_per_sm, "mma": x.mma, "issue_per_kmac": x.issue_per_kmac,
             "ceiling_tflops": x.ceiling_tflops, "bound": x.bound, "source": self.source,
-            "static_model": asdict(x),
+            "figures_source": "modelled", "static_model": {"source": "modelled", **asdict(x)},
         }  # fmt: skip
 
 

@@ -114,6 +114,7 @@ def _by_bytes(
     num_warps: int, regions: Sequence[Region], rest: Region, useful_bytes: float
 ) -> float:  # fmt: skip
     """Passes of loops that together move what is useful, each as often as the others."""
+
     def moved(region: Region) -> int:
         return num_warps * (region.counts.load_bytes + region.counts.store_bytes)
 

@@ -3,7 +3,9 @@
 Mutants tried: progress on stdout, exit 0 for a kernel that spills, the reference ops listed, rows
 of the wrong arch; a worse figure that exits 0, a contract of another Triton compared, unsound
 figures committed, candidates that fail the command or pass for what serving uses, loops unasked
-for.
+for, a table above 100 columns, kernels of an op in one table, figures left out of the wide one,
+other ops' figures dropped where some are named, an empty table for no change, cases left over let
+be.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ ROOT = Path(__file__).parents[2]
 KEYS = [
     "op", "kernel", "case", "config", "triton", "registers", "spill_bytes", "shared_bytes", "fits",
     "warps_per_sm", "mma", "issue_per_kmac", "ceiling_tflops", "bound", "source",
-    "static_model",
+    "figures_source", "static_model",
 ]  # fmt: skip
 needs_compiler = pytest.mark.skipif(
     backend.interpreted(), reason="offline compiles need a process without TRITON_INTERPRET"
@@ -100,6 +102,7 @@ def test_json_has_a_row_per_launch(arch, capsys):
         assert [row[k] for k in ("mma", "issue_per_kmac", "ceiling_tflops")] == [None] * 3
         assert row["bound"] in ("dram", "l2", "issue", "alu", "memory", "fma", "special")
         assert row["static_model"]["us"] > 0
+        assert row["figures_source"] == row["static_model"]["source"] == "modelled"
 
 
 @needs_compiler
@@ -125,21 +128,50 @@ def test_candidates_are_compiled_beside_what_serving_uses(monkeypatch, capsys):
 
 
 @needs_compiler
-def test_table_has_the_same_numbers(capsys):
+def test_tables_have_the_same_numbers(capsys):
+    rows = json.loads(_run(capsys, "inspect", "swiglu_clamp", "--json")[1])
     code, out, _ = _run(capsys, "inspect", "swiglu_clamp", "--jobs", "2")
     assert code == 0
-    _, text, _ = _run(capsys, "inspect", "swiglu_clamp", "--json")
-    lines = out.splitlines()
-    assert lines[0].startswith("launches on sm_89: ")
-    assert lines[0].strip().endswith("by a static model, no times")
-    assert len(lines) == 2 + len(json.loads(text))
-    for line, row in zip(lines[2:], json.loads(text), strict=True):
-        numbers = [row["registers"], row["spill_bytes"], row["shared_bytes"], row["warps_per_sm"]]
-        assert line.split()[-13:-8] == [*map(str, numbers), "yes"]
-        assert line.split()[-8:-5] == ["-", "-", "-"]
-        assert line.split()[-3:] == ["-", row["bound"], row["source"]]
-        assert row["case"]["name"] in line
+    *head, name, names = out.splitlines()[: -len(rows)]
+    assert head[0].startswith("launches on sm_89. ")
+    assert "By a static model, no times:" in head[0]
+    assert name == "swiglu_clamp  _swiglu_clamp_kernel"
+    shown = "case regs spill shared warps slots TF/s us mma bound source"
+    assert names.split() == shown.split()
+    for line, row in zip(out.splitlines()[-len(rows) :], rows, strict=True):
+        us = row["static_model"]["us"]
+        numbers = [row[x] for x in ("registers", "spill_bytes", "shared_bytes", "warps_per_sm")]
+        assert line.split() == [
+            row["case"]["name"], *map(str, numbers), "-", "-",
+            f"{us:.3g}" if us < 1000 else f"{us:.0f}", "-", row["bound"], row["source"],
+        ]  # fmt: skip
+
+    _, out, _ = _run(capsys, "inspect", "swiglu_clamp", "--wide")
+    for line, row in zip(out.splitlines()[-len(rows) :], rows, strict=True):
         assert f"num_warps={row['config']['num_warps']}" in line
+        assert f" I={row['case']['I']} " in line
+
+
+def test_tables_are_read_at_100_columns(shown, capsys):
+    long = {"us": 123456.7, "mma": "QMMA.16832.F32.E4M3.E4M3", "issue_per_kmac": 298.25,
+            "ceiling_tflops": 329.9, "shared_bytes": 101376, "registers": 255, "bound": "special",
+            "spill_bytes": 10240, "loops": (_LOOP,)}  # fmt: skip
+    shown(
+        _row("flash-latent-quantized-t128", **long), _row("small", "candidate", fits=False),
+        _row("small", kernel="_other_kernel"),
+    )  # fmt: skip
+    _, out, _ = _run(capsys, "inspect", "--loops")
+    assert max(map(len, out.splitlines())) <= 100
+    names = [line.split()[1] for line in out.splitlines() if line.startswith("rms_norm  ")]
+    assert names == ["_rms_norm_kernel", "_other_kernel"]
+    lines = [line for line in out.splitlines() if line.startswith(("flash-latent", "small"))]
+    assert lines[0].split() == [
+        "flash-latent-quantized-t128", "255", "10240", "101376", "24", "298.25", "330", "123457",
+        "QMMA.16832", "special", "default",
+    ]  # fmt: skip
+    assert " NO FIT " in lines[1]
+    assert lines[1].rstrip().endswith("candidate")
+    assert lines[2].split()[:2] == ["small", "40"]
 
 
 @needs_compiler
@@ -202,14 +234,19 @@ def test_loops_have_a_table_of_their_own(shown, capsys):
     code, out, _ = _run(capsys, "inspect", "--loops")
     assert code == 0
     assert out.startswith(plain)
-    title, _, loop, rest = out.removeprefix(plain).splitlines()
-    assert title.strip() == "loops on sm_89, a pass of one block; a static model, no times"
+    *title, _, name, _, loop, rest = out.removeprefix(plain).splitlines()
+    assert title[1].startswith("loops on sm_89, a pass of one block; a static model, no times")
+    assert name == "rms_norm small  _rms_norm_kernel"
     # 1024 * 40 slots over 4096 useful multiply-adds
-    assert loop.split()[-12:] == [
-        "8.00", "QMMA.16832.F32", "x2", "4096", "40", "10.00", "16x3", "2", "6144", "0", "tensor",
-        "16",
+    assert loop.split() == [
+        "0", "8.00", "QMMA.16832x2", "4096", "40", "10.00", "16x3", "tensor", "16",
     ]  # fmt: skip
-    assert "rest" in rest
+    assert rest.startswith("rest ")
+    _, out, _ = _run(capsys, "inspect", "--loops", "--wide")
+    assert out.splitlines()[-2].split()[-13:] == [
+        "0", "mma", "8.00", "QMMA.16832.F32x2", "4096", "40", "10.00", "16x3", "2", "6144", "0",
+        "tensor", "16",
+    ]  # fmt: skip
 
 
 @pytest.fixture
@@ -219,6 +256,7 @@ def committed(tmp_path, monkeypatch):
     monkeypatch.setattr(contract, "COMMITTED", path)
     monkeypatch.setattr(contract.read, "__defaults__", (path,))
     monkeypatch.setattr(contract.write, "__defaults__", (path,))
+    monkeypatch.setattr(contract.Contract, "strays", lambda self, specs: [])
     return path
 
 
@@ -229,12 +267,14 @@ def test_the_contract_is_written_and_compared(committed, shown, capsys):
     assert err.endswith("ft-autotune: 1 launches in contract.json\n")
     assert json.loads(committed.read_text())["triton"] == "3.7.1"
     code, out, err = _run(capsys, "inspect", "--diff", "--json")
-    assert (code, out) == (0, "[]\n")
+    assert (code, json.loads(out)) == (0, {"source": "modelled", "changes": [], "strays": []})
+    code, out, err = _run(capsys, "inspect", "--diff")
+    assert (code, out) == (0, "none of 1 launches differs from contract.json\n")
 
     shown(_row("flash-t1", registers=50))
     code, out, err = _run(capsys, "inspect", "--diff", "--json")
     assert code == 0
-    assert json.loads(out) == [
+    assert json.loads(out)["changes"] == [
         {"op": "rms_norm", "case": "flash-t1", "kernel": "_rms_norm_kernel",
          "figure": "registers", "committed": 40, "now": 50, "fails": False}
     ]  # fmt: skip
@@ -250,6 +290,44 @@ def test_the_contract_is_written_and_compared(committed, shown, capsys):
     ]
 
 
+def test_cases_left_over_fail_a_comparison(committed, shown, monkeypatch, capsys):
+    shown(_row("flash-t1"))
+    assert _run(capsys, "inspect", "--write-contract")[0] == 0
+    asked = []
+
+    def strays(self, specs):
+        asked.extend(spec.name for spec in specs)
+        return ["contract: case a b has 1 launches, expected 0: a command"]
+
+    monkeypatch.setattr(contract.Contract, "strays", strays)
+    code, out, err = _run(capsys, "inspect", "--diff", "rms_norm")
+    assert (code, out, asked) == (1, "", ["rms_norm"])
+    assert err.splitlines()[-2:] == [
+        "ft-autotune: contract: case a b has 1 launches, expected 0: a command",
+        "ft-autotune: 1 cases have other launches",
+    ]
+    _, out, _ = _run(capsys, "inspect", "--diff", "--json")
+    assert json.loads(out)["strays"] == ["contract: case a b has 1 launches, expected 0: a command"]
+
+
+@pytest.mark.parametrize(("named", "others"), [([], False), (["rms_norm"], True)])
+def test_other_ops_stay_where_some_are_named(named, others, committed, shown, monkeypatch, capsys):
+    asked = []
+    monkeypatch.setattr(contract, "write", lambda rows, *, others: asked.append(others) or 1)
+    shown(_row("flash-t1"))
+    assert _run(capsys, "inspect", "--write-contract", *named)[0] == 0
+    assert asked == [others]
+
+
+def test_a_contract_that_cannot_be_written_is_one_sentence(committed, shown, capsys):
+    committed.mkdir()
+    shown(_row("flash-t1"))
+    code, out, err = _run(capsys, "inspect", "--write-contract")
+    assert (code, out) == (1, "")
+    assert err.splitlines()[-1].endswith("(Is a directory), expected a file to replace")
+    assert list(committed.parent.iterdir()) == [committed]
+
+
 def test_unsound_figures_are_not_committed(committed, shown, capsys):
     shown(_row("flash-t1", spill_bytes=16))
     code, _, err = _run(capsys, "inspect", "--write-contract")
@@ -258,10 +336,11 @@ def test_unsound_figures_are_not_committed(committed, shown, capsys):
     assert not committed.exists()
 
 
-def test_a_contract_of_another_triton_is_no_measure(committed, shown, capsys):
+def test_a_contract_of_another_triton_is_no_measure(committed, shown, monkeypatch, capsys):
     shown(_row("flash-t1"))
     assert _run(capsys, "inspect", "--write-contract")[0] == 0
-    shown(dataclasses.replace(_row("flash-t1"), triton="3.9.0"))
+    monkeypatch.setattr(triton, "__version__", "3.9.0")
+    monkeypatch.setattr(inspect, "inspect", None)  # refused before any work
     code, out, err = _run(capsys, "inspect", "--diff")
     assert (code, out) == (1, "")
     assert err.endswith("triton is 3.9.0, expected 3.7.1, which the contract is of\n")
@@ -272,7 +351,7 @@ def test_a_missing_contract_is_one_sentence(committed, shown, capsys):
     code, out, err = _run(capsys, "inspect", "--diff")
     assert (code, out) == (1, "")
     assert err.strip().startswith("ft-autotune: contract: ")
-    assert "is unreadable, expected figures" in err
+    assert "is unreadable (" in err
 
 
 def test_sound_launches_pass(shown, capsys):
