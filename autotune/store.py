@@ -78,13 +78,13 @@ def write(root: Path, gpu: str, op: str, new: Iterable[Entry], default: Callable
     """Merge entries into the file of an op; the file is replaced as a whole or not at all.
 
     Args:
-        default: of the op; its module's source is what the entries were made from.
+        default: of the op, see `config.made_from`.
 
     Raises:
         OSError: the folder cannot be written.
     """
     path = root / gpu / f"{op}.json"
-    entries = merged(read(path, op, gpu), new, config.source_hash(default))
+    entries = merged(read(path, op, gpu), new, config.made_from(op, default))
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = ",\n".join(f"    {json.dumps(entry)}" for entry in entries)
     head = f'  "op": {json.dumps(op)},\n  "gpu": {json.dumps(gpu)},\n  "schema": {config.SCHEMA},\n'

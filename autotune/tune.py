@@ -18,8 +18,8 @@ from autotune import passes, pipes, static, store
 from autotune.measure import measured
 from autotune.search import Choice, Problem, Trial, can_gain, choose, refusal
 from autotune.trials import Job, Score, State, run
-from ftkernels import config, registry
-from ftkernels.testing import sass
+from ftkernels import config, offline, registry, target, work
+from ftkernels.testing import aot, loops, report, sass
 from ftkernels.testing.timer import Timer
 
 # what the figures can tell apart: the model leaves out latencies, bank conflicts and what caches
@@ -61,8 +61,11 @@ class Card:
 
 def model_hash() -> str:
     """Hash of the sources that the static model's figures follow from."""
-    parts = (static.score, passes.passes_of, pipes.cycles, sass.regions)
-    return "-".join(config.source_hash(part) for part in parts)
+    return config.source_hash(
+        static.score, passes.passes_of, pipes.cycles, sass.regions, loops.find_loops,
+        report.report_of, aot.capture_launches, offline.compile_launches, target.of_arch,
+        work.even_loop,
+    )  # fmt: skip
 
 
 def job_of(problem: Problem, record: Any, setup: Setup, *, inside: bool = False) -> Job:
@@ -166,7 +169,7 @@ def entry_of(choice: Choice, card: Card | None) -> dict[str, Any]:
         "key": dict(choice.problem.key), "config": asdict(choice.config),  # type: ignore[call-overload]
         "us": round(choice.us, 3), "default_us": default_us,
         "source": "modelled", "triton": VERSIONS,
-        "source_hash": config.source_hash(default_of(choice.problem.op)),
+        "source_hash": config.made_from(choice.problem.op, default_of(choice.problem.op)),
     }  # fmt: skip
     if card is not None:
         entry |= {

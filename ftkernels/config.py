@@ -8,14 +8,9 @@ does not fit this process is ignored with one warning.
 
 from __future__ import annotations
 
-import ast
 import contextlib
-import hashlib
-import inspect
-import io
 import json
 import sys
-import tokenize
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -29,6 +24,7 @@ from typing import Any, TypeVar, get_type_hints
 import triton
 
 from ftkernels import target
+from ftkernels.source import source_hash as source_hash
 
 Key = Mapping[str, int]
 Config = TypeVar("Config")
@@ -83,8 +79,8 @@ def lookup(op: str, key: Key, default: Callable[[Any], Config], *, grows: str = 
 
     Args:
         key: sizes by name.
-        default: gives the record that an entry's fields overlay; its module's source is what an
-            entry must have been made from.
+        default: gives the record that an entry's fields overlay; an entry must have been made
+            from the source that `made_from` gives for it.
         grows: the field of `key` whose power-of-two bucket is tried when no entry is exact.
     """
     pinned = _pinned.get().get(op)
@@ -186,37 +182,21 @@ def _find(op: str, gpu: str, key: FrozenKey, default: Callable[[Any], Any], grow
     sizes = dict(key)
     base = default(sizes)
     record: Callable[..., Any] = type(base)
-    known = _entries(op, gpu, source_hash(default), record)
+    known = _entries(op, gpu, made_from(op, default), record)
     entry = known.get(key) or known.get(entry_key(sizes, grows))
     if entry is None:
         return Found(op, sizes, base, "default")
     return Found(op, sizes, replace(base, **entry.fields), entry.source)
 
 
-@lru_cache(maxsize=256)
-def source_hash(function: Callable[..., Any]) -> str:
-    """Hash of the module that defines `function`; a tuned entry made from other source is stale.
+def made_from(op: str, default: Callable[..., Any]) -> str:
+    """Hash of what an entry of `op` follows from; one made from other source is stale.
 
-    Comments, docstrings and blank lines do not count.
+    Args:
+        default: of the op; its module counts beside that of the op, where the library has it.
     """
-    source = inspect.getsource(sys.modules[function.__module__])
-    return hashlib.sha256(_code(source).encode()).hexdigest()[:16]
-
-
-def _code(source: str) -> str:
-    """The lines of a module without comments and without statements that are but a string."""
-    lines = source.splitlines()
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type == tokenize.COMMENT:
-            line, column = token.start
-            lines[line - 1] = lines[line - 1][:column]
-    for node in ast.walk(ast.parse(source)):
-        value = node.value if isinstance(node, ast.Expr) else None
-        if isinstance(value, ast.Constant) and isinstance(value.value, str):
-            first, last = value.lineno, value.end_lineno or value.lineno
-            lines[first - 1] = lines[first - 1][: value.col_offset]
-            lines[first:last] = [""] * (last - first)
-    return "\n".join(line.rstrip() for line in lines if line.strip())
+    public = getattr(sys.modules[__package__], op, default)
+    return source_hash(default, public)
 
 
 @lru_cache(maxsize=256)

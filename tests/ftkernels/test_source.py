@@ -1,0 +1,208 @@
+"""Hashes of source: which modules an op's entries follow from, and what of a module counts.
+
+Mutants tried: comments counted, docstrings counted, a `#` in a string taken for a comment, every
+string on its own line taken for a docstring, modules without kernels counted, the roots left out
+unless they have kernels, imports of imports not followed, modules followed into other packages,
+the order that imports stand in counted.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import io
+import sys
+import time
+import tokenize
+from collections.abc import Callable
+from types import ModuleType
+
+import pytest
+
+from ftkernels import config, registry, source
+
+SOURCE = '''"""Words of the module."""
+import os
+
+NAME = "a # b"
+"""What the name is."""
+
+
+class Box:
+    """A \\"box\\"."""
+
+    text = (
+        """first # line"""
+        'second'
+    )
+    table = {1:
+        "one",
+    }
+
+
+def f(x):  # one
+    """Twice."""
+    return 2 * x
+'''
+SAME_CODE = {
+    "other docstring": ("Words of the module", "Other\n\nwords # and"),
+    "no docstring": ('    """Twice."""\n', ""),
+    "a docstring with a quote": ("Twice.", "It's \\\\"),
+    "a docstring of single quotes": ('"""Twice."""', "'Twice.'"),
+    "a comment": ("    return", "    # it's why\n    return"),
+    "a comment behind code": ("2 * x", "2 * x  # why"),
+    "another comment": ("# one", '# """two'),
+    "a comment before a docstring": ('"""A', '# why\n    """A'),
+    "a blank line": ("import os", "\nimport os\n"),
+    "other words on a name": ("What the name is", "A name"),
+}
+OTHER_CODE = {
+    "a factor": ("2 * x", "3 * x"),
+    "text behind a hash in a string": ("a # b", "a # c"),
+    "a text": ("a # b", "b # b"),
+    "a text on its own line": ("first # line", "first # word"),
+    "a text below a text": ("second", "third"),
+    "a name": ("def f", "def g"),
+    "an order": ("    return 2 * x\n", "    y = 1\n    return 2 * x\n"),
+    "a text behind a colon in brackets": ('"one",', '"two",'),
+}
+
+
+@pytest.mark.parametrize("change", SAME_CODE.values(), ids=SAME_CODE)
+def test_words_do_not_count(change):
+    assert SOURCE.replace(*change) != SOURCE
+    ast.parse(SOURCE.replace(*change))
+    assert source.code_lines(SOURCE.replace(*change)) == source.code_lines(SOURCE)
+
+
+@pytest.mark.parametrize("change", OTHER_CODE.values(), ids=OTHER_CODE)
+def test_code_counts(change):
+    assert source.code_lines(SOURCE.replace(*change)) != source.code_lines(SOURCE)
+
+
+def _parsed_lines(text: str) -> list[str]:
+    """The lines that count, by Python's own tokens and parser."""
+    lines = text.splitlines()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            lines[token.start[0] - 1] = lines[token.start[0] - 1][: token.start[1]]
+    for node in ast.walk(ast.parse(text)):
+        value = node.value if isinstance(node, ast.Expr) else None
+        if isinstance(value, ast.Constant) and isinstance(value.value, str):
+            last = value.end_lineno or value.lineno
+            lines[value.lineno - 1] = lines[value.lineno - 1][: value.col_offset]
+            lines[value.lineno : last] = [""] * (last - value.lineno)
+    return [line.rstrip() for line in lines if line.strip()]
+
+
+def test_in_the_library_what_counts_is_what_a_parser_finds():
+    modules = [x for x in sys.modules.values() if x and x.__name__.startswith("ftkernels.")]
+    assert len(modules) > 60
+    for module in modules:
+        text = inspect.getsource(module)
+        assert source.code_lines(text) == _parsed_lines(text), module.__name__
+
+
+@pytest.fixture
+def hashed(monkeypatch):
+    """Hash of functions of a small package, whose modules are `PARTS` and what is given."""
+
+    def of(*names: str, **texts: str) -> str:
+        parts = {f"pkg.{name}": text for name, text in {**PARTS, **texts}.items()}
+        for name in (*parts, "torch.op"):
+            monkeypatch.setitem(sys.modules, name, ModuleType(name))
+        monkeypatch.setattr(inspect, "getsource", lambda module: parts[module.__name__])
+        source._module.cache_clear()
+        return source.source_hash(*(_function(f"pkg.{name}") for name in names or ("op",)))
+
+    yield of
+    source._module.cache_clear()
+
+
+def _function(module: str) -> Callable[[], None]:
+    def function() -> None: ...
+
+    function.__module__ = module
+    return function
+
+
+_KERNEL = "import triton\n@triton.jit\ndef k(x):\n    return x + 1\n"
+PARTS = {
+    "op": "import torch.op\nfrom pkg import plain, gone\nfrom pkg.tiles import (\n    k as t,\n)\n",
+    "plain": "import pkg.deep\nFIGURE = 3\n",
+    "deep": f"from pkg.ring import FIGURE\n{_KERNEL}",
+    "ring": "import pkg.deep\nFIGURE = 1\n",
+    "tiles": _KERNEL,
+    "stray": _KERNEL,
+    "other": "from pkg.tiles import k\n",
+}
+
+
+def _changed(part: str) -> dict[str, str]:
+    return {part: PARTS[part] + "MORE = 1\n"}
+
+
+def test_kernels_that_are_reached_count_and_nothing_else(hashed):
+    base = hashed()
+    assert hashed() == base
+    assert len(base) == 16
+    for part in ("op", "tiles", "deep"):  # the last by way of a module without kernels
+        assert hashed(**_changed(part)) != base, part
+    for part in ("plain", "ring", "stray", "other"):
+        assert hashed(**_changed(part)) == base, part
+    assert hashed(tiles="# words\n" + _KERNEL) == base
+    assert hashed("other", **_changed("deep")) == hashed("other")
+
+
+def test_several_functions_count_together_in_any_order(hashed):
+    both = hashed("op", "other")
+    assert hashed("other", "op") == both
+    assert both not in (hashed("op"), hashed("other"))
+
+
+def test_all_ops_are_hashed_before_anyone_waits():
+    specs = [(spec.name, spec.default) for spec in registry() if spec.default and spec.kernel]
+    for cache in (source._module, source.source_hash):
+        cache.cache_clear()
+    started = time.process_time()
+    hashes = {config.made_from(*spec) for spec in specs}
+    assert time.process_time() - started < 0.2
+    # ops of one module share theirs
+    assert len(specs) / 2 < len(hashes) <= len(specs)
+
+
+def test_an_op_follows_from_the_helpers_that_its_kernels_stand_in():
+    """By hand, from what the kernels call."""
+    found = {
+        "moe_gemm_fp4": ("moe.fp4_tiles", "moe.gemm_fp4", "quant.formats"),
+        "hc_pre": ("mhc.mixing", "linear.products", "quant.formats"),
+        "mla_decode": ("attention.decode", "attention.tiles", "attention.queries", "rope.rope"),
+        "index_select": ("attention.index_kernels", "attention.index_scores", "attention.topk"),
+        "compress_kv": ("attention.pooling", "attention.stores"),
+        "linear": ("linear.linear", "linear.products"),
+    }
+    defaults = {spec.name: spec.default for spec in registry()}
+    for op, helpers in found.items():
+        for helper in helpers:
+            assert _follows(op, defaults[op], f"ftkernels.{helper}"), (op, helper)
+    assert not _follows("moe_align", defaults["moe_align"], "ftkernels.linear.products")
+
+
+def _follows(op: str, default: object, module: str) -> bool:
+    """Whether the hash of an op changes with a module's code."""
+    before, real = config.made_from(op, default), source._module  # type: ignore[arg-type]
+
+    def changed(name: str) -> source._Module:
+        found = real(name)
+        return source._Module("other", *_rest(found)) if name == module else found
+
+    source.source_hash.cache_clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(source, "_module", changed)
+        after = config.made_from(op, default)  # type: ignore[arg-type]
+    source.source_hash.cache_clear()
+    return before != after
+
+
+def _rest(found: source._Module) -> tuple[frozenset[str], bool]:
+    return found.imports, found.has_kernels
