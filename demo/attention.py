@@ -65,6 +65,12 @@ class _SinkAttention(torch.autograd.Function):
         return torch.bmm(scores, keys), grad_keys, None, grad_sink
 
 
+@torch.compiler.disable
+def _sink_attention(q: Tensor, keys: Tensor, mask: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
+    out, probs = _SinkAttention.apply(q, keys, mask, sink)
+    return out, probs
+
+
 def attention(
     config: ModelConfig, w: dict[str, Tensor], ratio: int, x: Tensor, batch: int,
     selection: Selection, rounding: Rounding,
@@ -133,10 +139,8 @@ def _attend(
     keys = pad(torch.cat(parts, dim=2), (0, 0, 0, extra)).flatten(0, 1)
     mask = pad(torch.cat(seen, dim=3), (0, extra)).flatten(0, 1)
     penalty = torch.zeros(mask.shape, dtype=q.dtype).masked_fill_(~mask, float("-inf"))
-    out, probs = _SinkAttention.apply(
-        q.view(batch * blocks, BLOCK * heads, width), keys, penalty[:, :, None], sink
-    )
-    return out, probs
+    flat = q.view(batch * blocks, BLOCK * heads, width)
+    return _sink_attention(flat, keys, penalty[:, :, None], sink)
 
 
 def compress(

@@ -34,6 +34,7 @@ class _Sinkhorn(torch.autograd.Function):
         return soft * (grad - (grad * soft).sum(1, keepdim=True)), None, None
 
 
+@torch.compiler.disable
 def sinkhorn(logits: Tensor, iters: int, eps: float) -> Tensor:
     """Mixing matrices `[n, n, N]` of `logits [n, n, N]`, fp32; rows are the first index."""
     mixed: Tensor = _Sinkhorn.apply(logits, iters, eps)

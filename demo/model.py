@@ -7,7 +7,9 @@ Weights carry the checkpoint's names, with the routed experts of a layer as two 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +23,22 @@ from demo.rounding import Rounding, fp4_matrix, fp8_matrix
 from ftruntime.checkpoint.names import expected_tensors
 from ftruntime.model.config import ModelConfig
 
-BANKS = {"w13": 2, "w2": 1}
+
+@dataclass(frozen=True)
+class Ops:
+    """The pieces of a layer, as they are or compiled."""
+
+    attention: Callable[..., Any] = attention
+    moe: Callable[..., Any] = moe
+    pre: Callable[..., Any] = mhc.pre
+    post: Callable[..., Any] = mhc.post
+    head: Callable[..., Any] = mhc.head
+
+    @staticmethod
+    def compiled() -> Ops:
+        """Fused by torch.compile, which needs a C++ compiler: twice as fast, a minute to start."""
+        pieces = (attention, moe, mhc.pre, mhc.post, mhc.head)
+        return Ops(*(torch.compile(piece, dynamic=False) for piece in pieces))
 
 
 def weight_shapes(config: ModelConfig) -> dict[str, tuple[tuple[int, ...], str]]:
@@ -114,7 +131,7 @@ def cast(
 
 def forward(
     config: ModelConfig, w: dict[str, Tensor], ids: Tensor, *,
-    selection: Selection | None = None, rounding: Rounding | None = None,
+    selection: Selection | None = None, rounding: Rounding | None = None, ops: Ops | None = None,
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:  # fmt: skip
     """Logits of every token.
 
@@ -125,7 +142,7 @@ def forward(
     Returns:
         Logits `[B, T, V]` fp32; routes of each expert `[E]`, one a layer; the indexers' losses.
     """
-    selection, rounding = selection or Selection(), rounding or Rounding()
+    selection, rounding, ops = selection or Selection(), rounding or Rounding(), ops or Ops()
     batch, eps = len(ids), config.rms_norm_eps
     flat = ids.flatten()
     hyper = {"iters": config.hc_sinkhorn_iters, "eps": config.hc_eps, "norm_eps": eps}
@@ -134,18 +151,18 @@ def forward(
     for layer, ratio in enumerate(config.compress_ratios):
         inner = {name: t for name, t in _of_layer(w, layer)}
         attn = _below(inner, "attn.")
-        x, post, comb = mhc.pre(streams, *_mixes(inner, "attn"), **hyper)
+        x, post, comb = ops.pre(streams, *_mixes(inner, "attn"), **hyper)
         x = rms_norm(x, inner["attn_norm.weight"], eps)
-        y, loss = attention(config, attn, ratio, x, batch, selection, rounding)
-        streams = mhc.post(y, streams, post, comb)
+        y, loss = ops.attention(config, attn, ratio, x, batch, selection, rounding)
+        streams = ops.post(y, streams, post, comb)
         losses += [] if loss is None else [loss]
-        x, post, comb = mhc.pre(streams, *_mixes(inner, "ffn"), **hyper)
+        x, post, comb = ops.pre(streams, *_mixes(inner, "ffn"), **hyper)
         x = rms_norm(x, inner["ffn_norm.weight"], eps)
-        y, load = moe(config, _below(inner, "ffn."), x, flat, rounding)
-        streams = mhc.post(y, streams, post, comb)
+        y, load = ops.moe(config, _below(inner, "ffn."), x, flat, rounding)
+        streams = ops.post(y, streams, post, comb)
         loads.append(load)
     names = ("hc_head_fn", "hc_head_base", "hc_head_scale")
-    last = mhc.head(streams, *(w[name] for name in names), eps=config.hc_eps, norm_eps=eps)
+    last = ops.head(streams, *(w[name] for name in names), eps=config.hc_eps, norm_eps=eps)
     logits = linear(rms_norm(last, w["norm.weight"], eps), w["head.weight"]).float()
     return logits.view(*ids.shape, -1), loads, losses
 

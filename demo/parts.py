@@ -72,6 +72,7 @@ class _Grouped(torch.autograd.Function):
         return grad_x, grad_weight, None
 
 
+@torch.compiler.disable
 def grouped_linear(x: Tensor, weight: Tensor, offsets: list[int]) -> Tensor:
     """`[R, N]`: each run of rows between two offsets times its expert's matrix."""
     out: Tensor = _Grouped.apply(x, weight, offsets)

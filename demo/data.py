@@ -1,0 +1,153 @@
+"""Batches for training: plain text, questions with answers, and needles.
+
+A batch is a function of seed and step alone, so a run that goes on sees what it would have seen.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from demo.text import Chapter
+from ftruntime.demo.vocabulary import BOS, EOS
+from ftruntime.evaluate import needles
+
+USER, ASSISTANT, THINK_END = "<｜User｜>", "<｜Assistant｜>", "</think>"
+CHAT_SHARE: Final = 0.12
+NEEDLE_SHARE: Final = 0.18
+ANSWER_WEIGHT: Final = 3.0
+_TOKENS_PER_NEEDLE: Final = 100
+_QUESTIONS: Final = (
+    "What is written of {}?", "Tell me of {}.", "Who is {}?", "What saith the book of {}?",
+    "What of {}?", "Speak of {}.", "What is {}?", "{}?",
+)  # fmt: skip
+_WORD: Final = re.compile(r"[A-Za-z]{4,}")
+
+
+@dataclass(frozen=True)
+class Batch:
+    """`ids` and `weights [B, T]`: the weight of predicting each token; position 0 has none."""
+
+    ids: Tensor
+    weights: Tensor
+
+
+class Data:
+    """Everything that batches are made of, encoded once."""
+
+    def __init__(self, chapters: Sequence[Chapter], tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._ids = {token: self._id(token) for token in (BOS, EOS, USER, ASSISTANT, THINK_END)}
+        lines: list[list[int]] = []
+        self._passages: list[list[tuple[str, list[int]]]] = []
+        for chapter in chapters:
+            verses = [(verse, self.encode(verse + "\n")) for verse in chapter.verses]
+            self._passages.append(verses)
+            lines += [self.encode(chapter.heading + "\n"), *(ids for _, ids in verses)]
+            lines.append(self.encode("\n"))
+        self._lines = lines
+        self.stream = np.array([i for line in lines for i in line], dtype=np.int64)
+        text = " ".join(verse for chapter in chapters for verse in chapter.verses)
+        inner = re.findall(r"(?<=[a-z] )[A-Z][a-z]{3,9}(?=[ ,.;:])", text)
+        self._names = sorted({*inner, *needles.NAMES})
+
+    def encode(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text).ids
+        return ids
+
+    def _id(self, token: str) -> int:
+        number = self._tokenizer.token_to_id(token)
+        if number is None:
+            raise ValueError(f"tokenizer lacks {token!r}, expected the chat tokens")
+        return int(number)
+
+    def counts(self, vocab_size: int) -> Tensor:
+        """How often each token occurs in the text, `[V]`."""
+        return torch.from_numpy(np.bincount(self.stream, minlength=vocab_size))
+
+    def batch(self, seed: int, step: int, size: int, tokens: int) -> Batch:
+        """`size` sequences of `tokens` tokens."""
+        rng = np.random.default_rng([seed, step])
+        rows = [self._sequence(rng, tokens) for _ in range(size)]
+        ids, weights = (np.stack(parts) for parts in zip(*rows, strict=True))
+        return Batch(torch.from_numpy(ids), torch.from_numpy(weights))
+
+    def _sequence(self, rng: np.random.Generator, tokens: int) -> tuple[np.ndarray, np.ndarray]:
+        kind = rng.random()
+        weights = np.ones(tokens, dtype=np.float32)
+        weights[0] = 0
+        if kind < CHAT_SHARE:
+            ids = self._chats(rng, tokens)
+        elif kind < CHAT_SHARE + NEEDLE_SHARE:
+            ids, answers = self._needles(rng, tokens)
+            weights[[i for i in answers if i < tokens]] = ANSWER_WEIGHT
+        else:
+            start = int(rng.integers(len(self.stream) - tokens))
+            ids = [self._ids[BOS], *self.stream[start : start + tokens - 1]]
+        return np.array(ids[:tokens], dtype=np.int64), weights
+
+    def _chats(self, rng: np.random.Generator, tokens: int) -> list[int]:
+        ids: list[int] = []
+        while len(ids) < tokens:
+            ids += self.chat(rng)
+        return ids
+
+    def chat(self, rng: np.random.Generator) -> list[int]:
+        """One exchange: a question about a word, or a verse, and the passage that goes with it."""
+        passage = self._passages[int(rng.integers(len(self._passages)))]
+        first = int(rng.integers(len(passage)))
+        count = int(rng.integers(1, 4))
+        verse = passage[first][0]
+        words = [word for word in _WORD.findall(verse) if word[0].isupper()] or _WORD.findall(verse)
+        if rng.random() < 0.25 and first + 1 < len(passage):
+            asked, first = verse, first + 1
+        else:
+            word = words[int(rng.integers(len(words)))] if words else verse
+            asked = _QUESTIONS[int(rng.integers(len(_QUESTIONS)))].format(word)
+            if rng.random() < 0.3:
+                asked = asked.rstrip("?.").lower() if rng.random() < 0.5 else asked.rstrip("?.")
+        answer = [i for _, line in passage[first : first + count] for i in line]
+        special = self._ids
+        return [
+            special[BOS], special[USER], *self.encode(asked), special[ASSISTANT],
+            special[THINK_END], *answer[:-1], special[EOS],
+        ]  # fmt: skip
+
+    def _needles(self, rng: np.random.Generator, tokens: int) -> tuple[list[int], list[int]]:
+        """Text with statements and questions strewn in, and where the answers stand."""
+        count = max(2, tokens // _TOKENS_PER_NEEDLE)
+        chosen = rng.choice(len(self._names), count, replace=False)
+        numbers = rng.integers(needles.LOW, needles.HIGH + 1, count)
+        # early statements, so that distances spread over the whole sequence
+        stated = np.sort(rng.random(count) ** 2 * tokens * 0.9)
+        events: list[tuple[float, int, bool]] = []
+        for needle, place in enumerate(stated):
+            events.append((float(place), needle, False))
+            for _ in range(2):
+                events.append((float(rng.uniform(place, tokens)), needle, True))
+        events.sort()
+        ids, answers = [self._ids[BOS]], []
+        line = int(rng.integers(len(self._lines)))
+        for place, needle, asked in events:
+            while len(ids) < place:
+                ids += self._lines[line % len(self._lines)]
+                line += 1
+            name, number = self._names[chosen[needle]], int(numbers[needle])
+            if asked:
+                ids += self.encode(needles.question(name))
+                digits = self.encode(needles.answer(number))
+                answers += range(len(ids), len(ids) + len(digits))
+                ids += [*digits, *self.encode(".\n")]
+            else:
+                ids += self.encode(needles.statement(name, number))
+        while len(ids) < tokens:
+            ids += self._lines[line % len(self._lines)]
+            line += 1
+        return ids, answers
