@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import tempfile
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,20 +19,26 @@ if TYPE_CHECKING:
 
 _OUT_DIR = click.Path(path_type=Path, file_okay=False)
 _STATE_FILE = click.Path(path_type=Path, dir_okay=False)
+_MOST_SHOWN = 40  # characters of a wrong value
 
 
-def _ranks(ctx: click.Context, param: click.Parameter, value: str) -> tuple[int, ...]:
+def _ranks(value: str) -> list[int]:
+    from autotune.search import known_ranks
+
+    known = {str(size): size for size in known_ranks()}
     parts = [part.strip() for part in value.split(",")]
-    if not all(part.isdecimal() and int(part) >= 1 for part in parts):
-        raise click.UsageError(f"--tp is {value}, expected numbers >= 1 such as 1,8")
-    return tuple(int(part) for part in parts)
+    if not all(part in known for part in parts):
+        shown = value if len(value) <= _MOST_SHOWN else f"{value[:_MOST_SHOWN]}..."
+        sizes = ", ".join(known)
+        raise click.UsageError(f"--tp is {shown}, expected some of {sizes}, such as 1,8")
+    return [known[part] for part in parts]
 
 
 @click.command()
 @click.argument("ops", nargs=-1, metavar="[OP ...]")
 @click.option("--arch", type=ARCHES, help="Capability times ten; default: the card's, or 89.")
 @click.option(
-    "--tp", "ranks", callback=_ranks, default="1,2,4,8", show_default=True,
+    "--tp", "sizes", default="1,2,4,8", show_default=True,
     help="Sizes of the TP group.",
 )  # fmt: skip
 @click.option(
@@ -48,7 +55,7 @@ def _ranks(ctx: click.Context, param: click.Parameter, value: str) -> tuple[int,
 )  # fmt: skip
 @click.option("--dry-run", is_flag=True, help="Say what there is to try, and compile nothing.")
 def tune(
-    ops: tuple[str, ...], arch: str | None, ranks: tuple[int, ...], out: Path | None,
+    ops: tuple[str, ...], arch: str | None, sizes: str, out: Path | None,
     jobs: int | None, top: int, state: Path | None, dry_run: bool,
 ) -> None:  # fmt: skip
     """Find the config of every key of the named ops (without names: all) and write it down.
@@ -60,7 +67,7 @@ def tune(
     from autotune import tune as tuning
     from ftkernels import config, target
 
-    specs = chosen(ops)
+    specs, ranks = chosen(ops), _ranks(sizes)
     require_compiler()
     card, of_card = _card(top, None if arch is None else int(arch))
     number = of_card or int(arch or 89)
@@ -70,6 +77,7 @@ def tune(
         print_problems(found)
         return
     root, start = out or config.folder(), time.monotonic()
+    _require_writable(root, gpu)
     with compiling(found, number, state or state_file(gpu), jobs, prune=card is None) as setup:
         choices = tuning.search(found, setup)
     if card:
@@ -77,14 +85,28 @@ def tune(
     try:
         paths = tuning.write(choices, root, gpu, card)
     except OSError as error:
-        raise click.ClickException(
-            f"--out is {root}, expected a folder that can be written: {error.strerror}"
-        ) from None
+        raise _unwritable(root, error) from None
     print_summaries(tuning.summaries(found, choices), card is not None)
     click.echo(f"wrote {len(paths)} files in {time.monotonic() - start:.0f} s", err=True)
     unsound = sum(choice is None for choice in choices)
     if unsound:
         raise click.ClickException(f"{unsound} keys have no sound config, not even the default")
+
+
+def _require_writable(root: Path, gpu: str) -> None:
+    """Refuse a folder before a search whose result would have nowhere to go."""
+    try:
+        (root / gpu).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=root / gpu):
+            pass
+    except OSError as error:
+        raise _unwritable(root, error) from None
+
+
+def _unwritable(root: Path, error: OSError) -> click.ClickException:
+    return click.ClickException(
+        f"--out is {root}, expected a folder that can be written: {error.strerror}"
+    )
 
 
 def _card(top: int, arch: int | None) -> tuple[Card | None, int | None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,23 +18,70 @@ if TYPE_CHECKING:
     from autotune.trials import Job
     from autotune.tune import Card, Setup
 
+_LINE_S = 30.0  # between two lines where no terminal shows a bar
+
 
 def state_file(gpu: str) -> Path:
     """Where results of a run are kept for the next one."""
     return Path.home() / ".cache" / "ftkernels" / f"tune-{gpu}.jsonl"
 
 
+class Steps:
+    """What is done of what there is to do: a bar, and where no terminal shows it a line at times.
+
+    Args:
+        note: more to say, kept up to date by its owner.
+        clock: seconds.
+    """
+
+    def __init__(
+        self, bar: Progress, verb: str, total: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._bar, self._verb, self._total, self._clock = bar, verb, total, clock
+        self._task = bar.add_task(verb, total=total, note="")
+        self._done = 0
+        self._last = (clock(), 0)
+        self.note = ""
+
+    def expect(self, total: int) -> None:
+        """There is that much to do."""
+        self._total = total
+        self._bar.update(self._task, total=total)
+
+    def advance(self, op: str) -> None:
+        """One step is done, of the op."""
+        self._done += 1
+        what = f"{self._verb} {op}"
+        self._bar.update(self._task, description=what, advance=1, note=self.note)
+        now, (then, before) = self._clock(), self._last
+        if not self._bar.console.is_terminal and now - then >= _LINE_S:
+            left_s = (self._total - self._done) * (now - then) / (self._done - before)
+            words = [f"{what}: {self._done} of {self._total}", self.note, _left(left_s)]
+            self._bar.console.print(", ".join(filter(None, words)), soft_wrap=True)
+            self._last = (now, self._done)
+
+
+def _left(seconds: float) -> str:
+    return f"{seconds:.0f} s left" if seconds < 90 else f"{seconds / 60:.0f} min left"
+
+
+@contextlib.contextmanager
+def steps(verb: str, total: int) -> Iterator[Steps]:
+    """Progress of what is done inside."""
+    columns = (
+        TextColumn("{task.description}"), BarColumn(20), MofNCompleteColumn(),
+        TextColumn("{task.fields[note]}"), TimeRemainingColumn(),
+    )  # fmt: skip
+    console = Console(stderr=True, highlight=False)
+    with Progress(*columns, console=console, transient=True) as bar:
+        yield Steps(bar, verb, total)
+
+
 @contextlib.contextmanager
 def counting(verb: str, total: int) -> Iterator[Callable[[str], None]]:
-    """A function to be told the name of each op as it is begun."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task(verb, total=total)
-
-        def advance(op: str) -> None:
-            progress.update(task, description=f"{verb} {op}", advance=1)
-
-        yield advance
+    """A function to be told the name of each op as it is done."""
+    with steps(verb, total) as progress:
+        yield progress.advance
 
 
 @contextlib.contextmanager
@@ -47,45 +95,53 @@ def compiling(
         state: file of results that need no compile, None for none.
         jobs: processes that compile, None for one a core.
         prune: leave out configs that no figure could make the choice.
+
+    Raises:
+        UsageError: the state cannot be used.
+        ClickException: the machine failed.
     """
     from autotune import static
     from autotune.trials import State
     from autotune.tune import Setup, model_hash
+    from autotune.workers import Stopped
 
-    say = Console(stderr=True, highlight=False)
     total = sum(len(problem.candidates) for problem in found)
-    columns = (
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
-        TextColumn("{task.fields[dropped]} dropped, best {task.fields[best]}"),
-        TimeRemainingColumn(),
-    )  # fmt: skip
-    with Progress(*columns, console=say, transient=True) as progress:
-        advance = _watched(progress, total)
+    workers = jobs or os.cpu_count() or 1
+    with contextlib.ExitStack() as stack:
         try:
             kept = State(state, lambda sentence: click.echo(f"ft-autotune: {sentence}", err=True))
         except ValueError as error:
             raise click.UsageError(str(error)) from error
-        workers = jobs or os.cpu_count() or 1
-        yield Setup(arch, static.score, model_hash(), kept, workers, prune, advance)
+        stack.callback(kept.close)
+        progress = stack.enter_context(steps("compile", total))
+        advance = _watched(progress)
+        try:
+            yield Setup(
+                arch, static.score, model_hash(), kept, workers, prune, advance, progress.expect
+            )
+        except Stopped as error:
+            is_kept = state is not None and str(state) != os.devnull
+            goes_on = f"; the same command goes on from what {state} holds" if is_kept else ""
+            raise click.ClickException(f"{error}{goes_on}") from error
 
 
-def _watched(progress: Progress, total: int) -> Callable[[Job, Trial], None]:
+def _watched(progress: Steps) -> Callable[[Job, Trial], None]:
     """Counts trials, those dropped and the largest gain on a default."""
     from autotune.search import refusal
 
-    task = progress.add_task("compile", total=total, dropped=0, best="-")
     defaults: dict[tuple[str, object, int], Trial] = {}
-    dropped, best = 0, 0.0
+    dropped, best, where = 0, 0.0, "-"
 
     def advance(job: Job, trial: Trial) -> None:
-        nonlocal dropped, best
+        nonlocal dropped, best, where
         default = defaults.setdefault((job.op, job.key, len(job.users)), trial)
         if refusal(trial, default):
             dropped += 1
         elif not refusal(default, default) and 1 - sum(trial.us) / sum(default.us) > best:
             best = 1 - sum(trial.us) / sum(default.us)
-            progress.update(task, best=f"-{best:.0%} {job.op}")
-        progress.update(task, description=f"compile {job.op}", dropped=dropped, advance=1)
+            where = f"-{best:.0%} {job.op}"
+        progress.note = f"{dropped} dropped, best {where}"
+        progress.advance(job.op)
 
     return advance
 
@@ -94,11 +150,10 @@ def measuring(choices: Sequence[Choice | None], card: Card) -> list[Choice | Non
     """Every choice after a card has measured it."""
     from autotune.tune import measure
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as progress:
-        task = progress.add_task("measure", total=len(choices))
-        done: list[Choice | None] = []
+    done: list[Choice | None] = []
+    with steps("measure", sum(choice is not None for choice in choices)) as progress:
         for choice in choices:
             done.append(None if choice is None else measure(choice, card))
-            progress.update(task, advance=1)
+            if choice is not None:
+                progress.advance(choice.problem.op)
     return done

@@ -141,6 +141,13 @@ def problems(
     ]
 
 
+def known_ranks() -> list[int]:
+    """The sizes of the TP group that the model's cases are named for."""
+    names = [str(case.get("name", "")) for spec in registry() for case in spec.cases]
+    named = [_RANKS.search(name) for name in names if name.startswith(_FLASH)]
+    return sorted({int(match[1]) for match in named if match})
+
+
 @dataclass
 class _Place:
     sizes: Mapping[str, int]  # of the first lookup: an entry's key may be a bucket

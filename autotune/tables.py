@@ -6,6 +6,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+import click
 from rich.console import Console
 from rich.table import Table
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from autotune.tune import Summary
 
 _PIPE_COLUMNS = 160  # of a table that no terminal bounds
+_NARROW_COLUMNS = 100
 
 
 def new_table(title: str, words: Sequence[str], numbers: Sequence[str]) -> Table:
@@ -51,18 +53,40 @@ def print_problems(found: Sequence[Problem]) -> None:
 
 def print_summaries(summaries: Sequence[Summary], measured: bool) -> None:
     """What a search found, an op a row."""
-    how = "measured" if measured else "modelled, no times"
-    title = f"keys, candidates tried and dropped, and what falls away of the default's cost ({how})"
-    table = new_table(
-        title, ("op",), ("keys", "candidates", "tried", "dropped", "changed", "least", "most")
-    )
+    how = "measured" if measured else "modelled by a static model, no times"
+    title = f"keys by outcome; gain: the share of the default's time that falls away ({how})"
+    numbers = ("keys", "kept", "changed", "unsound", "gain", "tried", "of")
+    table = new_table(title, ("op",), numbers)
+    table.columns[0].no_wrap = True
     table.add_column("dropped by")
     for row in summaries:
-        share = [f"{gain:.1%}" for gain in (min(row.gains, default=0), max(row.gains, default=0))]
-        rules = ", ".join(f"{rule} {n}" for rule, n in sorted(row.dropped.items()))
-        counts = (row.keys, row.candidates, row.tried, sum(row.dropped.values()), len(row.gains))
-        table.add_row(row.op, *map(str, counts), *(share if row.gains else ["-", "-"]), rules)
-    show(table)
+        table.add_row(row.op, *_outcome(row), _rules(row))
+    if len(summaries) > 1:
+        table.add_row("all", *_outcome(*summaries))
+    show(table, _NARROW_COLUMNS)
+    replaced = sum(row.replaced for row in summaries)
+    if replaced:
+        click.echo(f"{replaced} of the changed keys have no sound default to gain on")
+
+
+def _outcome(*rows: Summary) -> list[str]:
+    changed = sum(len(row.gains) + row.replaced for row in rows)
+    counts = [sum(row.keys for row in rows), sum(row.kept for row in rows), changed]
+    counts.append(sum(row.unsound for row in rows))
+    tried = [sum(row.tried for row in rows), sum(row.candidates for row in rows)]
+    gains = [gain for row in rows for gain in row.gains]
+    return [*map(str, counts), _range(gains), *map(str, tried)]
+
+
+def _rules(row: Summary) -> str:
+    return ", ".join(f"{rule} {n}" for rule, n in sorted(row.dropped.items()))
+
+
+def _range(gains: Sequence[float]) -> str:
+    if not gains:
+        return "-"
+    least, most = f"{min(gains):.0%}", f"{max(gains):.0%}"
+    return most if least == most else f"{least} to {most}"
 
 
 def print_rows(rows: Sequence[Row]) -> None:

@@ -2,33 +2,38 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
+import io
 import json
-import multiprocessing
 import os
-import signal
+import re
+import subprocess
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import triton
 from triton.compiler.errors import CompilationError
+from triton.errors import TritonError
+from triton.runtime.errors import OutOfResources, PTXASError
 
 from autotune.search import Launch, Trial, User, traits
+from autotune.workers import Stopped, work_through
 from ftkernels import KernelSpec, config, registry
 from ftkernels.config import FrozenKey
 from ftkernels.offline import Compiled, compile_launches
 from ftkernels.spec import Case
 from ftkernels.testing import sass
 
-SCHEMA = 2
+SCHEMA = 3
 Score = Callable[[KernelSpec, Case, Sequence[Compiled]], float]
-
-
 _LINE_START = b'{"id": '  # of every line of a state file
+# ptxas names errors of its input so; a crash on an input is one too
+_PTXAS_VERDICT = re.compile(r"^ptxas .*\berror\s*:|raised SIGSEGV|error code -(?:6|11)\b", re.M)
 
 
 @dataclass(frozen=True)
@@ -59,6 +64,10 @@ class Job:
         ]  # fmt: skip
         return hashlib.sha256(json.dumps(follows_from).encode()).hexdigest()[:24]
 
+    def __str__(self) -> str:
+        settings = " ".join(f"{name}={value}" for name, value in vars(self.record).items())
+        return f"{self.op} ({settings})"
+
 
 @cache
 def _spec(name: str) -> KernelSpec:
@@ -66,7 +75,25 @@ def _spec(name: str) -> KernelSpec:
 
 
 def attempt(job: Job) -> Trial:
-    """Compile a config for every case."""
+    """Compile a config for every case.
+
+    Raises:
+        Stopped: the machine failed, so that nothing is known of the config.
+    """
+    try:
+        # of a kernel that ptxas refuses Triton prints the whole code
+        with contextlib.redirect_stdout(io.StringIO()):
+            return _attempt(job)
+    except (
+        OSError, MemoryError, RuntimeError, TritonError, subprocess.SubprocessError
+    ) as error:  # fmt: skip
+        if _is_verdict(error):
+            return Trial(error="does not compile")
+        said = str(error).strip().splitlines() or [""]
+        raise Stopped(f"{job} cannot be compiled: {type(error).__name__}: {said[0]}") from None
+
+
+def _attempt(job: Job) -> Trial:
     us: list[float] = []
     launches: list[Launch] = []
     can_tell = True
@@ -75,7 +102,7 @@ def attempt(job: Job) -> Trial:
         try:
             with config.pin(job.op, job.record, key=job.key):
                 compiled = compile_launches(spec, case, arch=job.arch)
-        except (RuntimeError, ValueError, CompilationError):
+        except ValueError:
             return Trial(error="does not compile")
         launches += [_launch(x) for x in compiled]
         can_tell = can_tell and all(_is_described(spec, case, x) for x in compiled)
@@ -84,6 +111,21 @@ def attempt(job: Job) -> Trial:
         except ValueError:
             return Trial(launches=tuple(launches), error="has no modelled figure")
     return Trial(tuple(us), tuple(launches), can_tell=can_tell)
+
+
+def _is_verdict(error: BaseException) -> bool:
+    """Whether an error is the compiler's about the kernel, which no other run would change."""
+    if isinstance(error, PTXASError):
+        return _PTXAS_VERDICT.search(error.error_message or "") is not None
+    if isinstance(error, CompilationError):
+        # it wraps whatever was raised at a line of the kernel
+        cause = error.__cause__ or error.__context__
+        return not isinstance(cause, OSError | MemoryError) and (
+            not isinstance(cause, CompilationError) or _is_verdict(cause)
+        )
+    if isinstance(error, RuntimeError):
+        return str(error) == "PassManager::run failed"
+    return isinstance(error, OutOfResources)
 
 
 def _is_described(spec: KernelSpec, case: Case, compiled: Compiled) -> bool:
@@ -107,37 +149,72 @@ def _launch(compiled: Compiled) -> Launch:
 class State:
     """Results by identity in a file of one JSON line each, written as they come.
 
+    The file is this object's alone until `close`, or until the process ends.
+
     Args:
         say: told in one sentence how many lines are damaged; those trials are made again.
 
     Raises:
-        ValueError: the path is no file of this kind, which is left as it is; in one sentence.
+        ValueError: the path is no file of this kind, which is left as it is, or another process
+            has it; in one sentence.
     """
 
     def __init__(self, path: Path | None, say: Callable[[str], None]) -> None:
         self._path = path
         self._known: dict[str, Trial] = {}
+        self._file: BinaryIO | None = None
         if path is None:
             return
         # the null device keeps nothing, and reads as nothing
-        if path.exists() and not path.is_file() and str(path) != os.devnull:
+        is_null = str(path) == os.devnull
+        if path.exists() and not path.is_file() and not is_null:
             raise ValueError(f"--state is {path}, expected a file")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+            self._file = path.open("a+b", buffering=0)
+            if not is_null:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._file.seek(0)
+            lines = self._file.readlines()
+        except BlockingIOError:
+            raise ValueError(
+                f"--state is {path}, which another ft-autotune uses, expected one of its own"
+            ) from None
         except OSError as error:
             raise ValueError(
                 f"--state is {path}, which cannot be used ({error.strerror})"
             ) from error
+        try:
+            self._read(lines, say)
+        except ValueError:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Let another process have the file."""
+        if self._file is not None:
+            self._file.close()
+
+    def _read(self, lines: Sequence[bytes], say: Callable[[str], None]) -> None:
+        assert self._file is not None
         good = [line for line in lines if self._take(line)]
         if lines and not good and not lines[-1].startswith(_LINE_START):
-            raise ValueError(f"--state is {path}, expected a file that ft-autotune wrote")
+            raise ValueError(f"--state is {self._path}, expected a file that ft-autotune wrote")
         # a killed run may have left half of its last line
         num_damaged = sum(line.endswith(b"\n") for line in lines) - len(good)
         if num_damaged:
-            say(f"state file {path}: {num_damaged} damaged lines, their trials are made again")
+            say(
+                f"state file {self._path}: {num_damaged} damaged lines, their trials are made again"
+            )
         if good != lines:
-            path.write_bytes(b"".join(good))
+            self._file.truncate(0)
+            self._append(b"".join(good))
+
+    def _append(self, data: bytes) -> None:
+        assert self._file is not None
+        left = memoryview(data)
+        while left:  # a full disk takes a part and says so only then
+            left = left[self._file.write(left) :]
 
     def _take(self, line: bytes) -> bool:
         """Whether the line is whole and a trial, which is then known."""
@@ -154,10 +231,21 @@ class State:
         return self._known.get(identity)
 
     def put(self, identity: str, trial: Trial) -> None:
+        """Keep a trial.
+
+        Raises:
+            Stopped: the file cannot be written.
+        """
         self._known[identity] = trial
-        if self._path is not None:
-            with self._path.open("a") as file:
-                file.write(json.dumps({"id": identity, "trial": asdict(trial)}) + "\n")
+        if self._file is None:
+            return
+        line = json.dumps({"id": identity, "trial": asdict(trial)}) + "\n"
+        try:
+            self._append(line.encode())
+        except OSError as error:
+            raise Stopped(
+                f"--state is {self._path}, which cannot be written ({error.strerror})"
+            ) from error
 
 
 def _trial(data: Mapping[str, Any]) -> Trial:
@@ -176,6 +264,9 @@ def run(
     Args:
         num_workers: processes that compile; with 1 this process does.
         advance: told of each trial as it comes.
+
+    Raises:
+        Stopped: the machine failed; the state has what was found.
     """
     jobs = list(jobs)
     identities = [job.identity for job in jobs]
@@ -186,28 +277,10 @@ def run(
             advance(job, known)
         else:
             open_jobs[identity] = job
-    for identity, trial in _attempted(open_jobs, num_workers):
-        state.put(identity, trial)
-        advance(open_jobs[identity], trial)
-    found = [state.get(identity) for identity in identities]
-    return [trial for trial in found if trial is not None]
 
+    def done(job: Job, trial: Trial) -> None:
+        state.put(job.identity, trial)
+        advance(job, trial)
 
-def _attempted(open_jobs: Mapping[str, Job], num_workers: int) -> Iterable[tuple[str, Trial]]:
-    if num_workers == 1 or len(open_jobs) < 2:
-        for identity, job in open_jobs.items():
-            yield identity, attempt(job)
-        return
-    context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(num_workers, mp_context=context, initializer=_ignore_interrupts)
-    try:
-        futures = {pool.submit(attempt, job): identity for identity, job in open_jobs.items()}
-        for future in as_completed(futures):
-            yield futures[future], future.result()
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-def _ignore_interrupts() -> None:
-    # the command ends its workers itself
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    work_through(list(open_jobs.values()), attempt, done, num_workers=num_workers, name=str)
+    return [trial for identity in identities if (trial := state.get(identity)) is not None]

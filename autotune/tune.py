@@ -38,6 +38,7 @@ class Setup:
         model: hash of the score's sources.
         prune: leave out configs that no figure could make the choice.
         advance: told of each trial as it comes.
+        expect: told how many trials there are, once it is known.
     """
 
     arch: int
@@ -47,6 +48,7 @@ class Setup:
     num_workers: int
     prune: bool = True
     advance: Callable[[Job, Trial], None] = lambda job, trial: None
+    expect: Callable[[int], None] = lambda total: None
 
 
 @dataclass(frozen=True)
@@ -104,6 +106,7 @@ def _tried(found: Sequence[Problem], setup: Setup) -> list[dict[object, Trial]]:
     jobs = [
         job_of(x, record, setup) for x, of_x in zip(found, tried, strict=True) for record in of_x
     ]
+    setup.expect(len(found) + len(jobs))
     others = iter(_run(jobs, setup))
     return [
         {problem.default: default, **{record: next(others) for record in of_one}}

@@ -49,6 +49,8 @@ class Report:
     @cached_property
     def spill_bytes(self) -> int:
         """Bytes spilled, stores and loads together, from `ptxas -v`."""
+        if not self.stack:  # where all spills go
+            return 0
         text = ptxas_v(self.ptx, self.arch)
         return sum(int(n) for n in re.findall(r"(\d+) bytes spill (?:stores|loads)", text))
 

@@ -2,21 +2,28 @@
 
 Mutants tried: the state ignored, half a line taken for damage, damage taken for a result, the key,
 config, sources, model, Triton version or card left out of the identity, results in the order in
-which they came.
+which they came; an error of the machine kept as a verdict, a refusal of ptxas or a compile error
+taken for the machine's, the reason below a compile error not looked at, what Triton prints left on
+stdout, a disk that is full unnoticed, two states of one file.
 """
 
 from __future__ import annotations
 
+import errno
 import json
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import triton
+from triton.compiler.errors import CompilationError
+from triton.runtime.errors import OutOfResources, PTXASError
 
 from autotune import trials
 from autotune.search import Launch, Trial
 from autotune.trials import Job, State
+from autotune.workers import Stopped
 from ftkernels import config
 from tests.autotune.toy import HOST, TOY, Tile
 
@@ -44,7 +51,7 @@ def compiled(monkeypatch):
         record = config.lookup("toy", sizes, spec.default, grows="T")
         done.append(record)
         if record.block == 64:
-            raise RuntimeError("the assembler gave up")
+            raise PTXASError("`ptxas` stderr:\nptxas error   : too much shared data")
         return [record]
 
     monkeypatch.setattr(trials, "_spec", {"toy": TOY, "host": HOST}.__getitem__)
@@ -87,6 +94,94 @@ def test_what_cannot_be_compiled_or_modelled_is_dropped(compiled):
     assert unmodelled.error == "has no modelled figure"
 
 
+def _compile_error(reason: Exception | None) -> CompilationError:
+    """As Triton raises it at a line of a kernel."""
+    try:
+        raise CompilationError("x = 1", None, "at a line") from reason
+    except CompilationError as error:
+        return error
+
+
+PTXAS = "`ptxas` failed with error code 255\n`ptxas` stderr:\n{}\nRepro command: ptxas a.ptx\n"
+NO_SPACE = OSError(errno.ENOSPC, "No space left on device")
+VERDICTS = {
+    "too much shared": PTXASError(PTXAS.format("ptxas error   : Entry function 'k' uses too much")),
+    "syntax": PTXASError(PTXAS.format("ptxas /tmp/a, line 9; error   : Not a name: 'rot'")),
+    "crash": PTXASError("`ptxas` failed with error code -11\n`ptxas` stderr:\n"),
+    "passes": RuntimeError("PassManager::run failed"),
+    "static_assert": _compile_error(None),
+    "value": _compile_error(ValueError("shape")),
+    "resources": OutOfResources(200000, 101376, "shared memory"),
+    "refused": ValueError("num_ctas"),
+}
+MACHINE = {
+    "no space": NO_SPACE,
+    "no tool": RuntimeError("Cannot find ptxas"),
+    "no cache": RuntimeError("Could not create or locate cache dir"),
+    "no memory": MemoryError(),
+    "no ptx file": PTXASError(
+        PTXAS.format("ptxas fatal   : Input file '/tmp/a' could not be opened")
+    ),
+    "ptxas killed": PTXASError("`ptxas` failed with error code -9\n`ptxas` stderr:\n"),
+    "no cubin": subprocess.CalledProcessError(255, "cuobjdump"),
+    "in a kernel": _compile_error(_compile_error(NO_SPACE)),
+}
+
+
+def _failing(monkeypatch, error: Exception) -> None:
+    def compile_launches(spec, case, *, arch):
+        print("the whole code of a kernel")
+        raise error
+
+    monkeypatch.setattr(trials, "_spec", {"toy": TOY, "host": HOST}.__getitem__)
+    monkeypatch.setattr(trials, "compile_launches", compile_launches)
+
+
+@pytest.mark.parametrize("error", VERDICTS.values(), ids=VERDICTS)
+def test_a_verdict_of_the_compiler_is_kept(error, tmp_path, monkeypatch, capsys):
+    _failing(monkeypatch, error)
+    assert _run([_job()], State(tmp_path / "s", pytest.fail)) == [Trial(error="does not compile")]
+    assert (tmp_path / "s").read_bytes().count(b"\n") == 1
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("error", MACHINE.values(), ids=MACHINE)
+def test_a_failure_of_the_machine_ends_the_run_and_is_not_kept(error, tmp_path, monkeypatch):
+    _failing(monkeypatch, error)
+    reason = rf"^toy \(block=16 num_warps=4\) cannot be compiled: {type(error).__name__}: "
+    with pytest.raises(Stopped, match=reason) as end:
+        _run([_job()], State(tmp_path / "s", pytest.fail))
+    assert "\n" not in str(end.value)
+    assert (tmp_path / "s").read_bytes() == b""
+
+
+def test_a_state_that_cannot_be_written_ends_the_run(tmp_path, compiled, monkeypatch):
+    state = State(tmp_path / "s", pytest.fail)
+    written: list[bytes] = []
+
+    class Full:
+        """Takes ten bytes, then none."""
+
+        def write(self, data: bytes) -> int:
+            if written:
+                raise NO_SPACE
+            written.append(bytes(data[:10]))
+            return 10
+
+    monkeypatch.setattr(state, "_file", Full())
+    with pytest.raises(Stopped, match=r"^--state is .*, which cannot be written \(No space left"):
+        _run([_job()], state)
+    assert written == [b'{"id": "' + _job().identity[:2].encode()]
+
+
+def test_a_state_belongs_to_one(tmp_path):
+    first = State(tmp_path / "s", pytest.fail)
+    with pytest.raises(ValueError, match=r"^--state is .*/s, which another ft-autotune uses"):
+        State(tmp_path / "s", pytest.fail)
+    first.close()
+    State(tmp_path / "s", pytest.fail)
+
+
 def test_a_guess_of_the_model_is_marked(compiled):
     sure, guess = _run([_job(), _job(record=Tile(16, 8))])
     assert (sure.can_tell, guess.can_tell) == (True, False)
@@ -127,9 +222,7 @@ def test_damaged_lines_are_one_sentence_and_the_others_stay(line, tmp_path, comp
 def test_a_file_of_something_else_is_refused_and_stays(text, tmp_path):
     path = tmp_path / "notes.txt"
     path.write_text(text)
-    with pytest.raises(
-        ValueError, match=r"^--state is .*, expected a file that ft-autotune"
-    ):
+    with pytest.raises(ValueError, match=r"^--state is .*, expected a file that ft-autotune"):
         State(path, pytest.fail)
     assert path.read_text() == text
 

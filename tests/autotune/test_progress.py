@@ -1,0 +1,110 @@
+"""What is said while a search runs: on a terminal a bar, else a line every half minute.
+
+Mutants tried: a line at every step, the time left of the whole run's mean, done counted as left, a
+gain on an unsound default told, what is not expected any more still waited for.
+"""
+
+from __future__ import annotations
+
+import io
+
+import click
+import pytest
+from rich.console import Console
+from rich.progress import Progress
+
+from autotune import progress, static
+from autotune import search as searching
+from autotune.progress import Steps
+from autotune.search import Launch, Trial
+from autotune.trials import Job
+from autotune.workers import Stopped
+from ftkernels import registry
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def _steps(clock: Clock, total: int, *, terminal: bool = False) -> tuple[Steps, io.StringIO]:
+    said = io.StringIO()
+    bar = Progress(console=Console(file=said, force_terminal=terminal, width=60))
+    return Steps(bar, "compile", total, clock), said
+
+
+def test_a_line_every_half_minute_says_what_is_left(clock):
+    steps, said = _steps(clock, 40)
+    for _ in range(10):  # known from a run before, in no time
+        steps.advance("rms_norm")
+    for second in range(1, 61):
+        clock.now = 100.0 + second
+        if second % 10 == 0:
+            steps.note = f"{second} dropped"
+            steps.advance("linear")
+    # 13 done of which 13 in the first half minute, 27 left; then 3 in the next, 24 left
+    assert said.getvalue().splitlines() == [
+        "compile linear: 13 of 40, 30 dropped, 62 s left",
+        "compile linear: 16 of 40, 60 dropped, 4 min left",
+    ]
+
+
+def test_fewer_steps_are_expected_later(clock):
+    steps, said = _steps(clock, 1000)
+    steps.expect(3)
+    steps.advance("linear")
+    clock.now += 40
+    steps.advance("linear")
+    assert said.getvalue() == "compile linear: 2 of 3, 20 s left\n"
+
+
+def test_a_terminal_has_a_bar_and_no_lines(clock):
+    steps, said = _steps(clock, 3, terminal=True)
+    clock.now += 40
+    steps.advance("linear")
+    assert said.getvalue() == ""
+
+
+def _problem() -> searching.Problem:
+    spec = next(x for x in registry() if x.name == "swiglu_clamp")
+    return searching.problems([spec], arch=89)[0]
+
+
+def _noted(*trials: Trial) -> str:
+    steps, _ = _steps(Clock(), len(trials))
+    advance = progress._watched(steps)
+    problem = _problem()
+    for record, trial in zip(problem.candidates, trials, strict=False):
+        advance(Job(problem.op, problem.key, record, problem.users, 89, static.score, ""), trial)
+    return steps.note
+
+
+def test_what_is_dropped_and_the_best_gain_are_told():
+    failed = Trial(error="does not compile")
+    assert _noted(Trial((10.0,)), failed, Trial((7.5,)), Trial((8.0,))) == (
+        "1 dropped, best -25% swiglu_clamp"
+    )
+    spilled = Trial((10.0,), (Launch("k", 255, 8, 0, 8, True, None, 0, 0.0),))
+    assert _noted(spilled, failed, Trial((7.5,))).endswith("dropped, best -")
+
+
+@pytest.mark.parametrize("state", ["kept.jsonl", None, "/dev/null"], ids=str)
+def test_a_failure_of_the_machine_is_one_sentence(state, tmp_path):
+    path = None if state is None else tmp_path / state
+    with (
+        pytest.raises(click.ClickException) as end,
+        progress.compiling([], 89, path, 1),
+    ):  # fmt: skip
+        raise Stopped("linear cannot be compiled")
+    goes_on = f"; the same command goes on from what {path} holds"
+    is_kept = state == "kept.jsonl"
+    assert end.value.message == f"linear cannot be compiled{goes_on * is_kept}"
+    assert end.value.exit_code == 1
