@@ -42,7 +42,7 @@ def static_report(figures: Committed, ops: Sequence[str]) -> dict[str, Any]:
     """The static model's table and the terms of a step."""
     assumed = Assumed()
     return {
-        "modelled": True, "card": target.TARGETS[89].name, "triton": figures.triton,
+        "source": "modelled", "card": target.TARGETS[89].name, "triton": figures.triton,
         "rows": committed.static_table(figures, ops),
         "roofline": roofline.as_dict(steps(assumed, figures), assumed),
     }  # fmt: skip
@@ -77,7 +77,7 @@ def measured_report(args: argparse.Namespace, figures: Committed) -> dict[str, A
         lost = str(error).splitlines()[0]
     _told("")
     return {
-        "measured": True, "device": torch.cuda.get_device_name(), "torch": torch.__version__,
+        "source": "measured", "device": torch.cuda.get_device_name(), "torch": torch.__version__,
         "cuda": torch.version.cuda, "triton": triton.__version__, "lost": lost,
         "ceilings": vars(bench.ceilings), "installed": packages, "rows": rows,
     }  # fmt: skip

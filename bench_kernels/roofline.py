@@ -109,7 +109,8 @@ def step_dict(step: StepTerms) -> dict[str, object]:
 def as_dict(found: Sequence[StepTerms], assumed: Assumed) -> dict[str, object]:
     """The terms and what they assume."""
     return {
-        "modelled": True, "assumed": asdict(assumed), "steps": [step_dict(step) for step in found],
+        "source": "modelled", "assumed": asdict(assumed),
+        "steps": [step_dict(step) for step in found],
     }  # fmt: skip
 
 

@@ -86,6 +86,7 @@ def report(
         **{name: value for name, value in plan.to_dict().items() if name != "kind"},
         "refusal": refusal,
         "modelled": modelled(config, shape, plan),
+        "source": "modelled",
     }
 
 
@@ -96,7 +97,7 @@ def print_table(values: Mapping[str, object], plan: Plan, stream: TextIO) -> Non
 
     table = Table("plan", "value", box=None, pad_edge=False)
     for name, value in values.items():
-        if not isinstance(value, dict | list) and name not in ("refusal", "modelled"):
+        if not isinstance(value, dict | list) and name not in ("refusal", "modelled", "source"):
             table.add_row(name, "-" if value is None else str(value))
     # a file or pipe has no width of its own
     console = Console(file=stream, highlight=False, width=None if stream.isatty() else _WIDTH)

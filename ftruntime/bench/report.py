@@ -46,7 +46,8 @@ class StallReport:
     def to_dict(self) -> dict[str, object]:
         """The JSON value of ``--json``; seconds are rounded to 0.1 ms."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
-        return {k: round(v, _DIGITS) if isinstance(v, float) else v for k, v in values.items()}
+        rounded = {k: round(v, _DIGITS) if isinstance(v, float) else v for k, v in values.items()}
+        return {**rounded, "source": "measured"}
 
 
 def gaps(times: Sequence[float]) -> list[float]:
@@ -75,8 +76,9 @@ def print_table(report: StallReport, caption: str, stream: TextIO) -> None:
     from rich.table import Table
 
     table = Table("measured", "value", "meaning", box=None, pad_edge=False)
-    for name, value in report.to_dict().items():
-        table.add_row(name, _shown(value), _LEGEND[name])
+    values = report.to_dict()
+    for name, meaning in _LEGEND.items():
+        table.add_row(name, _shown(values[name]), meaning)
     table.caption, table.caption_justify, table.caption_style = caption, "left", ""
     Console(
         file=stream, highlight=False, markup=False, width=None if stream.isatty() else _WIDTH

@@ -51,6 +51,7 @@ def stall_report(
         "gaps_over_20s": sum(gap > 20 for gap in gaps),
         "interleaved_decode_steps": interleaved_decode_steps,
         "victim_tokens_during_prefill": len(during),
+        "source": "simulated",
     }
 
 
@@ -83,6 +84,7 @@ def trace_report(
         "interleaved_decode_steps": stats["interleaved_decode_steps"],
         "retractions": stats["retractions"],
         "per_client": [_client(log) for log in logs.values()],
+        "source": "simulated",
     }
 
 
@@ -93,7 +95,7 @@ def print_reports(reports: Sequence[Mapping[str, object]], caption: str, stream:
     policies = [policy_label(report["policy"]) for report in reports]
     table = Table("simulated", *policies, box=None, pad_edge=False)
     for name in reports[0]:
-        if name not in ("policy", "per_client"):
+        if name not in ("policy", "per_client", "source"):
             table.add_row(name, *(_cell(report[name]) for report in reports))
     _print(table, stream)
     stream.write(f"\n{caption}\n")

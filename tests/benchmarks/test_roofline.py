@@ -258,7 +258,7 @@ def test_the_command_prints_terms_and_says_modelled(capsys):
 def test_the_command_as_json(capsys):
     assert roofline.main(["--json", "--cards", "2", "--rows", "9"]) == 0
     told = json.loads(capsys.readouterr().out)
-    assert told["modelled"] is True
+    assert told["source"] == "modelled"
     assert told["assumed"] == dataclasses.asdict(Assumed(cards=2, rows=9))
     assert [step["tokens"] for step in told["steps"]] == [1, 9, 3456]
     for step in told["steps"]:

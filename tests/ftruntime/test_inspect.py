@@ -57,6 +57,7 @@ def test_the_command_line_of_the_report():
     assert plan["budget_bytes"] == int(24 * 2**30 * 0.9)
     assert sum(plan["bytes"].values()) == plan["total_bytes"] == plan["budget_bytes"]
     assert plan["fits"] is True
+    assert plan["source"] == "modelled"
 
 
 def test_the_report_has_reasons_and_modelled_steps():

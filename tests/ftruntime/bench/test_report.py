@@ -25,7 +25,8 @@ def report(**values: object) -> StallReport:
 
 
 def test_the_fields_are_those_of_the_contract_in_order():
-    assert list(report().to_dict()) == FIELDS
+    assert list(report().to_dict()) == [*FIELDS, "source"]
+    assert report().to_dict()["source"] == "measured"
     assert report().to_dict()["max_gap_s"] == 1.2346
 
 
@@ -47,6 +48,7 @@ def test_the_table_shows_every_field_and_what_is_unknown():
     assert rows["max_gap_s"] == "1.2346"
     assert rows["prefill_chunks"] == "-"
     assert set(FIELDS) < set(rows)
+    assert "source" not in rows
     assert lines[-1].rstrip() == "measured [here]"
 
 

@@ -28,7 +28,7 @@ STATS = {"prefill_steps": 3, "decode_steps": 9, "interleaved_decode_steps": 2, "
 FIELDS = {
     "policy", "prefill_chunks", "attacker_wall_s", "victim_wall_s", "victim_tokens",
     "victim_alone_wall_s", "max_gap_s", "gaps_over_5s", "gaps_over_20s",
-    "interleaved_decode_steps", "victim_tokens_during_prefill",
+    "interleaved_decode_steps", "victim_tokens_during_prefill", "source",
 }  # fmt: skip
 
 
@@ -51,6 +51,7 @@ def test_stall_report():
         "policy": UNSET, "prefill_chunks": 4, "attacker_wall_s": 36.0, "victim_wall_s": 37.0,
         "victim_tokens": 5, "victim_alone_wall_s": 5.25, "max_gap_s": 24.0, "gaps_over_5s": 2,
         "gaps_over_20s": 1, "interleaved_decode_steps": 2, "victim_tokens_during_prefill": 2,
+        "source": "simulated",
     }  # fmt: skip
     json.dumps(found)
 
@@ -82,6 +83,7 @@ def test_trace_report():
     assert found["prompt_tokens_per_s"] == round(100 / 111, 6)
     assert found["output_tokens_per_s"] == round(102 / 111, 6)
     assert (found["clients"], found["refused"]) == (3, 1)
+    assert found["source"] == "simulated"
     steps = ("prefill_steps", "decode_steps", "interleaved_decode_steps", "retractions")
     assert [found[name] for name in steps] == [3, 9, 2, 4]
     assert found["first_token_s"] == {"p50": 2.0, "p95": 3.0, "p99": 3.0, "max": 3.0}
@@ -128,7 +130,7 @@ def test_the_table_holds_every_field_of_every_run():
     lines = stream.getvalue().splitlines()
     assert lines[0].split() == ["simulated", "unset", "N=3"]
     rows = {line.split()[0]: line.split()[1:] for line in lines[1:] if line}
-    assert rows.keys() - {"what"} == FIELDS - {"policy"}
+    assert rows.keys() - {"what"} == FIELDS - {"policy", "source"}
     assert rows["max_gap_s"] == ["24.000", "-"]
     assert rows["gaps_over_5s"] == ["2", "2"]
     assert lines[-1] == "what it is"
