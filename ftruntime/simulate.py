@@ -79,12 +79,12 @@ def draw(experiment: Experiment, outcome: Outcome) -> None:
 
 
 def print_reports(experiment: Experiment, reports: list[dict[str, object]], stream: TextIO) -> None:
-    """The reports as text, with what they are below them."""
-    report.print_reports(reports, experiment.caption, stream)
+    """The reports as text, with what they are below them; the clients of a trace come first."""
     for values in reports:
         if "per_client" in values:
-            stream.write("\n")
             report.print_clients(values, stream)
+            stream.write("\n")
+    report.print_reports(reports, experiment.caption, stream)
 
 
 def _lines(victims: Sequence[ClientLog]) -> dict[str, list[float]]:

@@ -32,6 +32,10 @@ SEED_FLAGS: Final[Mapping[str, object]] = {
 """Serve flags of the preset; no flag of the policy is among them."""
 _CONTEXT_FLAGS: Final = frozenset(("model", "num_tokens", "num_pages", "max_model_len"))
 _CARD_BYTES: Final = 24 << 30
+_POLICY_FLAGS: Final = (
+    "decode_interleave_every", "max_decode_gap_ms", "prefill_layer_groups", "max_prefill_length",
+    "max_running_requests", "num_tokens", "swa_full_tokens_ratio", "admission", "cache_type",
+)  # fmt: skip
 
 _STALL: Final[Mapping[str, FlagSpec]] = {
     "prompt_tokens": FlagSpec(
@@ -127,9 +131,29 @@ class Experiment:
         return text
 
 
+def help_sections() -> Mapping[str, tuple[str, ...]]:
+    """Options by heading of the help, those of `serve` that change what is simulated among them."""
+    return {
+        "Experiment": ("as_json", "preset", "cost", "noise", "table", "plot"),
+        "Long prompt beside running streams": tuple(_STALL),
+        "Trace of many clients, in place of it": ("trace", *_TRACE),
+        "Policy (flags of serve)": _POLICY_FLAGS,
+    }
+
+
 def simulate_specs() -> Mapping[str, FlagSpec]:
     """Name -> option, of those that `serve` does not have."""
     return _OPTIONS
+
+
+def preset_specs() -> Mapping[str, FlagSpec]:
+    """The options of `serve`, with the defaults that the preset gives them."""
+    return {
+        name: dataclasses.replace(spec, shown_default=f"{SEED_FLAGS[name]}, by the preset")
+        if name in SEED_FLAGS
+        else spec
+        for name, spec in flag_specs().items()
+    }
 
 
 def prepare(params: Mapping[str, str | bool | None]) -> Experiment:
@@ -163,6 +187,7 @@ def prepare(params: Mapping[str, str | bool | None]) -> Experiment:
     )  # fmt: skip
     if arrivals is None:
         _check_together(stall, cost, limits[0])
+        _check_in_time(stall, cost, float(values["noise"] or 0.0))
     noise, seed = float(values["noise"] or 0.0), int(values["seed"] or 0)
     return Experiment(plan, configs, limits, cost, noise, seed, stall, arrivals, plot)
 
@@ -219,6 +244,16 @@ def _check_together(stall: StallSpec, cost: StepCost, limits: SchedulerLimits) -
         refuse(
             "num_tokens", limits.num_pages * PAGE_TOKENS,
             f"at least {needed * PAGE_TOKENS}, what victims and attacker {held}",
+        )  # fmt: skip
+
+
+def _check_in_time(stall: StallSpec, cost: StepCost, noise: float) -> None:
+    """The attacker comes while the victims decode; with costless steps, at time 0."""
+    end_s = stall.victim_tokens * cost.decode_s * (1 + noise)
+    if stall.attack_after_s > 0 and stall.attack_after_s >= end_s:
+        refuse(
+            "attack_after", f"{stall.attack_after_s:g}",
+            f"below {end_s:g}, when the victims have their {stall.victim_tokens} tokens",
         )  # fmt: skip
 
 

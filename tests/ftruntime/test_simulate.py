@@ -9,7 +9,8 @@ serve flag that does not override the preset, the first policy's report printed 
 chunk after another, gaps of one victim only, noise that costs nothing, a gap bound without margin,
 a seed that asks for a trace beside noise, a plot without the other victims, no retractions told,
 the preset's context warned of or no other, a plot drawn first, no check of optimistic victims or
-one without the attacker, a list of N bounded from below only.
+one without the attacker, a list of N bounded from below only, an attacker after the end, noise left
+out of that end, clients below the summary, defaults of `serve` in the help.
 """
 
 from __future__ import annotations
@@ -24,11 +25,13 @@ import pytest
 from click.testing import CliRunner, Result
 
 from ftruntime import cli
+from ftruntime.flags import flag_name
+from ftruntime.sim.settings import simulate_specs
 
 FIELDS = [
     "policy", "prefill_chunks", "attacker_wall_s", "victim_wall_s", "victim_tokens",
     "victim_alone_wall_s", "max_gap_s", "gaps_over_5s", "gaps_over_20s",
-    "interleaved_decode_steps", "victim_tokens_during_prefill",
+    "interleaved_decode_steps", "victim_tokens_during_prefill", "source",
 ]  # fmt: skip
 SEED_COST = (0.262, 0.200e-3, 1.08e-9, 0.0168)
 
@@ -90,7 +93,7 @@ def of_all(report: dict[str, object], num_victims: int) -> dict[str, object]:
 
 
 def without_policy(report: dict[str, object]) -> dict[str, object]:
-    return {name: value for name, value in report.items() if name != "policy"}
+    return {name: value for name, value in report.items() if name not in ("policy", "source")}
 
 
 @pytest.fixture(scope="module")
@@ -106,6 +109,7 @@ def table() -> dict[int | None, dict[str, object]]:
 @pytest.mark.parametrize("every", [None, 1, 2, 4, 8, 16])
 def test_the_preset_is_what_arithmetic_says(table, every):
     assert list(table[every]) == FIELDS
+    assert table[every]["source"] == "simulated"
     assert without_policy(table[every]) == pytest.approx(by_hand(every), abs=1e-5)
 
 
@@ -226,7 +230,7 @@ def test_one_victim_and_no_noise_is_the_default():
 
 def test_noise_scatters_the_steps_about_their_cost():
     share, decode = 0.5, 0.0168
-    words = ("--prompt-tokens", 5000, "--attack-after", 60, "--noise", share)
+    words = ("--prompt-tokens", 5000, "--attack-after", 17.6, "--noise", share)
     found = simulate(*words)
     # 699 uniform factors: mean 1, standard deviation share / sqrt(3), the largest near 1 + share
     mean = found["victim_alone_wall_s"] / (699 * decode)
@@ -280,7 +284,8 @@ def test_an_attacker_at_once_and_one_that_comes_too_late():
     at_once = simulate("--attack-after", 0, "--prompt-tokens", 5000)
     wanted = by_hand(prompt=5000, attack_after=0.0)
     assert without_policy(at_once) == pytest.approx(wanted, abs=1e-5)
-    late = simulate("--attack-after", 60, "--prompt-tokens", 5000)
+    # just before the last of 699 tokens
+    late = simulate("--attack-after", 699 * 0.0168 - 1e-6, "--prompt-tokens", 5000)
     assert late["max_gap_s"] == pytest.approx(0.0168)
     assert late["victim_wall_s"] == late["victim_alone_wall_s"]
 
@@ -299,7 +304,7 @@ def test_the_text_says_what_it_is():
     assert result.exit_code == 0
     lines = result.stdout.splitlines()
     assert lines[0].split() == ["simulated", "unset", "N=1", "N=2"]
-    assert [line.split()[0] for line in lines[1:11]] == FIELDS[1:]
+    assert [line.split()[0] for line in lines[1:11]] == FIELDS[1:-1]
     assert lines[-1] == (
         "simulated, nothing was timed: flash on 8 x 24 GiB, chunks of 3456 tokens, "
         "step cost 0.262,0.0002,1.08e-09,0.0168 s (whatever the other flags)"
@@ -309,6 +314,31 @@ def test_the_text_says_what_it_is():
         " times factors in [0.75, 1.25], seed 7; 3 victims, walls and longest gap of the worst, "
         "counts of all"
     )
+
+
+def test_the_help_has_sections_and_the_defaults_of_the_preset():
+    text = CliRunner().invoke(cli.main, ["simulate", "--help"], terminal_width=300).stdout
+    headings = [line for line in text.splitlines() if line and not line.startswith(" ")]
+    assert headings[1:] == [
+        "Experiment:", "Long prompt beside running streams:",
+        "Trace of many clients, in place of it:", "Policy (flags of serve):",
+        "Every other flag of `serve` is accepted too: `ftruntime serve --help` lists them.",
+    ]  # fmt: skip
+    lines = {line.split()[0]: line for line in text.splitlines() if line.startswith("  --")}
+    assert lines["--max-prefill-length"].endswith("[default: 4096, by the preset]")
+    assert lines["--admission"].endswith("[default: reserve]")
+    assert not {"--port", "--help"} & lines.keys()
+    assert "--trace" in lines
+    # every option of its own is listed
+    assert {flag_name(name) for name in simulate_specs()} <= lines.keys()
+
+
+def test_the_summary_of_a_trace_comes_last():
+    lines = invoke("--requests", 3, "--seed", 1).stdout.splitlines()
+    assert lines[0].split()[:2] == ["client", "arrival_s"]
+    assert [line.split()[0] for line in lines[1:4]] == [f"client-{i}" for i in range(3)]
+    assert lines[5].split() == ["simulated", "unset"]
+    assert lines[-1].startswith("simulated, nothing was timed: ")
 
 
 def test_a_trace_of_many_clients(tmp_path):
@@ -384,7 +414,7 @@ def test_optimistic_victims_that_just_fit_decode_together():
     (("--model", "pro"), 1), (("--decode-interleave-every", 99), 1),
 ])  # fmt: skip
 def test_warnings_are_about_what_was_given(words, num_lines):
-    result = invoke("--prompt-tokens", 9, "--victim-tokens", 1, *words)
+    result = invoke("--prompt-tokens", 9, "--victim-tokens", 1, "--attack-after", 0, *words)
     assert result.exit_code == 0
     lines = [line for line in result.stderr.splitlines() if " warning ftruntime.cli: " in line]
     assert len(lines) == num_lines
@@ -419,6 +449,13 @@ def test_the_result_is_printed_before_the_plot_fails(tmp_path, monkeypatch):
         (("--prompt-tokens", 0), "--prompt-tokens is 0, expected an integer in "),
         (("--victim-tokens", "x"), "--victim-tokens is x, expected an integer in "),
         (("--attack-after", -1), "--attack-after is -1, expected a number >= 0"),
+        (
+            ("--attack-after", 600),
+            "--attack-after is 600, expected below 11.7432, when the victims have their 699 tokens",
+        ),
+        (("--attack-after", 11.75), "--attack-after is 11.75, expected below 11.7432, when "),
+        (("--attack-after", 8, "--victim-tokens", 476), "--attack-after is 8, expected below 7.99"),
+        (("--attack-after", 13, "--noise", 0.1), "--attack-after is 13, expected below 12.9175, "),
         (("--table", "1,0"), "--table is 1,0, expected integers in [1, 2^40) with commas"),
         (("--table", 2**40), f"--table is {2**40}, expected integers in [1, 2^40) with commas"),
         (("--cost", "1e308,0,0,0"), "--cost is 1e308,0,0,0, expected four numbers in [0, 1000000]"),
