@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import tempfile
 import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -77,15 +79,14 @@ def tune(
         print_problems(found)
         return
     root, start = out or config.folder(), time.monotonic()
-    _require_writable(root, gpu)
+    with _writing(root):
+        _require_writable(root, gpu, dict.fromkeys(problem.op for problem in found))
     with compiling(found, number, state or state_file(gpu), jobs, prune=card is None) as setup:
         choices = tuning.search(found, setup)
     if card:
         choices = measuring(choices, card)
-    try:
+    with _writing(root):
         paths = tuning.write(choices, root, gpu, card)
-    except OSError as error:
-        raise _unwritable(root, error) from None
     print_summaries(tuning.summaries(found, choices), card is not None)
     click.echo(f"wrote {len(paths)} files in {time.monotonic() - start:.0f} s", err=True)
     unsound = sum(choice is None for choice in choices)
@@ -93,20 +94,27 @@ def tune(
         raise click.ClickException(f"{unsound} keys have no sound config, not even the default")
 
 
-def _require_writable(root: Path, gpu: str) -> None:
+def _require_writable(root: Path, gpu: str, ops: Iterable[str]) -> None:
     """Refuse a folder before a search whose result would have nowhere to go."""
+    from autotune import store
+
+    store.check(root, gpu, ops)
+    (root / gpu).mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=root / gpu):
+        pass
+
+
+@contextlib.contextmanager
+def _writing(root: Path) -> Iterator[None]:
+    """What the folder of entries cannot take is one sentence."""
     try:
-        (root / gpu).mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=root / gpu):
-            pass
+        yield
+    except ValueError as error:
+        raise click.ClickException(str(error)) from None
     except OSError as error:
-        raise _unwritable(root, error) from None
-
-
-def _unwritable(root: Path, error: OSError) -> click.ClickException:
-    return click.ClickException(
-        f"--out is {root}, expected a folder that can be written: {error.strerror}"
-    )
+        raise click.ClickException(
+            f"--out is {root}, expected a folder that can be written: {error.strerror}"
+        ) from None
 
 
 def _card(top: int, arch: int | None) -> tuple[Card | None, int | None]:

@@ -61,7 +61,7 @@ def test_tune_writes_a_file_an_op_and_prints_a_table(chosen, tmp_path, capsys):
     assert total.split() == ["all", "4", "3", "1", "0", "50%", "20", "9"]
     assert max(map(len, out.splitlines())) <= 100
     assert chosen[0].prune  # nothing would be measured
-    assert "modelled, no times" in out
+    assert "modelled by a static model, no times" in out
     assert "wrote 1 files in" in err
     assert (chosen[0].arch, chosen[0].num_workers) == (89, 3)
 
@@ -99,6 +99,17 @@ def test_a_folder_that_cannot_be_written_is_one_sentence(chosen, tmp_path, capsy
     assert said.startswith(f"ft-autotune: --out is {tmp_path}, expected a folder that can be")
     assert "\n" not in said
     assert chosen == []  # before the search
+
+
+def test_a_damaged_file_of_entries_is_refused_before_the_search(chosen, tmp_path, capsys):
+    path = tmp_path / GPU / "swiglu_clamp.json"
+    path.parent.mkdir()
+    path.write_text("{")
+    arguments = ["--out", str(tmp_path), "--state", str(tmp_path / "s")]
+    code, _, err = _run(capsys, "tune", "swiglu_clamp", *arguments)
+    assert (code, chosen, path.read_text()) == (1, [], "{")
+    assert err.startswith(f"ft-autotune: config file {path}")
+    assert err.count("\n") == 1
 
 
 def test_a_file_of_something_else_is_refused_as_state(chosen, tmp_path, capsys):
