@@ -1,7 +1,8 @@
 """A whole search on stand-ins, and one of a real op that is repeated byte for byte.
 
 Mutants tried: hosts not asked, the next best not tried after a host's refusal, the default not
-written where nothing beats it, keys without a choice written.
+written where nothing beats it, keys without a choice written, a default that cannot be compared
+with counted as one that was kept, candidates in the order of a set.
 """
 
 from __future__ import annotations
@@ -10,13 +11,14 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from autotune import commands_tune, search, trials, tune
-from autotune.search import Launch
+from autotune.search import Launch, Trial
 from autotune.trials import State
 from ftkernels import backend, config
 from tests.autotune.toy import HOST, TOY, Tile
@@ -134,6 +136,39 @@ def test_a_key_whose_default_is_unsound_gains_nothing_that_counts(setup):
 def test_the_versions_are_those_that_the_library_supports():
     oldest, newest = backend._OLDEST_TRITON, backend._NEWEST_TRITON
     assert tune.VERSIONS.split() == [f"3.{n}" for n in range(oldest[1], newest[1] + 1)]
+
+
+@dataclass(frozen=True)
+class Named:
+    """A config whose hash is another in every process."""
+
+    name: str
+
+
+def choices_of_names() -> str:
+    """All that a search follows from and ends in, where every config is as good as the others."""
+    names = [Named(f"{x}-{y}") for x in "abcd" for y in "efg"]
+    spec = replace(TOY, default=lambda key: Named("z"), candidates=lambda *_: names)
+    with mock.patch.object(search, "registry", return_value=(HOST, spec)):
+        found = search.problems([spec], arch=89)
+    lines = []
+    for problem in found:
+        trials = dict.fromkeys(problem.candidates, Trial((1.0,) * len(problem.users), (LAUNCH,)))
+        trials[problem.default] = Trial(error="does not compile")
+        lines.append(f"{problem} {search.choose(problem, trials, margin=0.1)}")
+    return "\n".join(lines)
+
+
+def test_ranks_whose_hashes_differ_choose_the_same():
+    seed = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"
+    done = subprocess.run(
+        [sys.executable, "-c", "from tests.autotune import test_tune as t\n"
+         "print(t.choices_of_names())"], cwd=ROOT, text=True, capture_output=True, check=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONHASHSEED": seed},
+    )  # fmt: skip
+    here = choices_of_names()
+    assert here == done.stdout.strip()
+    assert here.count("config=Named(name='a-e')") == 4
 
 
 @pytest.mark.skipif(
