@@ -8,7 +8,8 @@ of DeepSeek-V4-Flash at one card and eight, the important ops first; what --seco
 said.
 
 Without a card: for each op and case the microseconds, the bound and the ceilings of the committed
-static model, and the terms of a whole step (python -m bench_kernels.roofline): MODELLED, no times.
+static model, and without names of ops or with --step the terms of a whole step
+(python -m bench_kernels.roofline): MODELLED, no times.
 """
 
 from __future__ import annotations
@@ -38,14 +39,17 @@ _MEASURED = (
 )  # fmt: skip
 
 
-def static_report(figures: Committed, ops: Sequence[str]) -> dict[str, Any]:
-    """The static model's table and the terms of a step."""
+def static_report(figures: Committed, ops: Sequence[str], *, step: bool) -> dict[str, Any]:
+    """The static model's table, with `step` the terms of a step too."""
     assumed = Assumed()
-    return {
+    report = {
         "source": "modelled", "card": target.TARGETS[89].name, "triton": figures.triton,
         "rows": committed.static_table(figures, ops),
-        "roofline": roofline.as_dict(steps(assumed, figures), assumed),
     }  # fmt: skip
+    return {
+        **report,
+        **({"roofline": roofline.as_dict(steps(assumed, figures), assumed)} if step else {}),
+    }
 
 
 def static_text(report: Mapping[str, Any], figures: Committed) -> str:
@@ -54,10 +58,12 @@ def static_text(report: Mapping[str, Any], figures: Committed) -> str:
         f"no card here: the static model of {report['card']}, Triton {report['triton']}; modelled, "
         "nothing was timed"
     )
-    assumed = Assumed()
-    terms = roofline.budget_text(steps(assumed, figures), assumed, 0)
     rows = [[row[name] for name in _STATIC] for row in report["rows"]]
-    return f"{head}\n\n{text.table(_STATIC, rows)}\n\n{terms}"
+    parts = [head, text.table(_STATIC, rows)]
+    if "roofline" in report:
+        assumed = Assumed()
+        parts.append(roofline.budget_text(steps(assumed, figures), assumed, 0))
+    return "\n\n".join(parts)
 
 
 def measured_report(args: argparse.Namespace, figures: Committed) -> dict[str, Any]:
@@ -69,23 +75,18 @@ def measured_report(args: argparse.Namespace, figures: Committed) -> dict[str, A
     )  # fmt: skip
     work = card.problems(registry(), args.ops)
     rows, lost = [], None
-    try:
-        for row in bench.rows(work):
-            rows.append(row)
-            _told(f"{len(rows)}/{len(work)} {row['op']} {row['case']}")
-    except RuntimeError as error:
-        lost = str(error).splitlines()[0]
-    _told("")
+    with text.progress(sys.stderr) as tell:
+        try:
+            for row in bench.rows(work):
+                rows.append(row)
+                tell(f"{len(rows)}/{len(work)} {row['op']} {row['case']}")
+        except RuntimeError as error:
+            lost = str(error).splitlines()[0]
     return {
         "source": "measured", "device": torch.cuda.get_device_name(), "torch": torch.__version__,
         "cuda": torch.version.cuda, "triton": triton.__version__, "lost": lost,
         "ceilings": vars(bench.ceilings), "installed": packages, "rows": rows,
     }  # fmt: skip
-
-
-def _told(line: str) -> None:
-    if sys.stderr.isatty():
-        print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
 
 
 def measured_text(report: Mapping[str, Any]) -> str:
@@ -139,6 +140,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--largest-gb", type=text.number(0, 1024), default=1, metavar="N",
         help="leave out cases with inputs above this (1)")  # fmt: skip
     add("--no-references", action="store_true", help="do not time the plain-torch references")
+    add("--step", action="store_true", help="the terms of a whole step too, where ops are named")
     add("--json", action="store_true", help="one JSON value instead of text")
     args = parser.parse_args(argv)
     known = {spec.name for spec in registry() if spec.kernel}
@@ -156,7 +158,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 1
     if not torch.cuda.is_available():
-        report = static_report(figures, args.ops)
+        report = static_report(figures, args.ops, step=args.step or not args.ops)
         print(json.dumps(report) if args.json else static_text(report, figures))
         return 0
     report = measured_report(args, figures)

@@ -22,13 +22,16 @@ import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import numpy as np
-from expert_policies import NAMES, build
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
 from rich.table import Table
 
+from bench_kernels import text
+from bench_kernels.expert_policies import NAMES, build
+from bench_kernels.plot import check_drawable
 from ftkernels.moe.slot_map import SlotMap
 
 EXPONENTS = (0.6, 1.2)
@@ -204,7 +207,7 @@ def table(title: str, found: Sequence[dict[str, object]]) -> Table:
     return drawn
 
 
-def plot(path: str, curves: dict[tuple[float, str], list[list[float]]], sizes: Sizes) -> None:
+def plot(path: Path, curves: dict[tuple[float, str], list[list[float]]], sizes: Sizes) -> None:
     """Decode hit rate by step, the mean over seeds; one panel for each share."""
     from matplotlib.figure import Figure
 
@@ -236,7 +239,7 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Sizes]:
     add("--drift", type=float, default=default.drift, metavar="SHARE",
         help="chance of a rank to trade places at a decode step (0.01)")  # fmt: skip
     add("--json", action="store_true", help="rows and means as JSON instead of the table")
-    add("--plot", metavar="FILE", help="draw the decode hit rate by step (needs matplotlib)")
+    add("--plot", type=Path, metavar="FILE", help="draw the decode hit rate by step (matplotlib)")
     args = parser.parse_args(argv)
 
     def require(condition: bool, flag: str, value: object, expected: str) -> None:
@@ -255,15 +258,15 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Sizes]:
     require(args.sweeps >= 0, "sweeps", args.sweeps, ">= 0")
     require(0 <= args.drift <= 1, "drift", args.drift, "between 0 and 1")
     sizes = Sizes(args.layers, args.experts, args.topk, args.steps, args.sweeps, args.drift)
-    if args.plot:
+    if args.plot is not None:
         try:
-            import matplotlib  # noqa: F401
-        except ImportError:
-            parser.error(f"--plot is {args.plot}, expected matplotlib to be installed for it")
+            check_drawable(args.plot)
+        except ValueError as error:
+            parser.error(str(error))
     return args, sizes
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def main(argv: Sequence[str] | None = None) -> int:
     args, sizes = parse(argv)
     rows: list[Row] = []
     curves: dict[tuple[float, str], list[list[float]]] = {}
@@ -283,7 +286,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     found = means(rows)
     if args.json:
         print(json.dumps({
-            "simulated": True, "sizes": asdict(sizes), "seeds": args.seeds,
+            "source": "simulated", "sizes": asdict(sizes), "seeds": args.seeds,
             "rows": [asdict(row) for row in rows], "means": found,
         }))  # fmt: skip
     else:
@@ -291,9 +294,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         Console(width=None if sys.stdout.isatty() else 100).print(
             table(f"hit rates, simulated, mean over seeds {seeds}", found)
         )
-    if args.plot:
+    if args.plot is not None:
         plot(args.plot, curves, sizes)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    text.run(main)

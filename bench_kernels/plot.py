@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,20 +12,23 @@ _SUFFIXES = (".png", ".svg", ".pdf")
 
 
 def check_drawable(path: Path) -> None:
-    """Refuse what `draw` could not do.
+    """Refuse what `draw` could not do, before the work whose result it would draw.
 
     Raises:
-        ValueError: matplotlib is not installed, or the file name says no known format.
+        ValueError: the file name says no known format, no file can be written there, or matplotlib
+            is not installed.
     """
     if path.suffix.lower() not in _SUFFIXES:
         wanted = ", ".join(_SUFFIXES)
         raise ValueError(f"--plot is {path}, expected a file name that ends in {wanted}")
+    target = path if path.exists() else path.parent
+    if path.is_dir() or not path.parent.is_dir() or not os.access(target, os.W_OK):
+        raise ValueError(f"--plot is {path}, expected a file to write in a directory that exists")
     try:
         import matplotlib  # noqa: F401
-    except ModuleNotFoundError as error:
+    except ImportError as error:
         raise ValueError(
-            f"--plot is {path}, expected matplotlib ({error.name} is missing): "
-            "pip install 'ftkernels[bench]'"
+            f"--plot is {path}, expected matplotlib ({error}): pip install 'ftkernels[bench]'"
         ) from error
 
 

@@ -46,7 +46,7 @@ def _step_text(step: StepTerms, top: int) -> str:
     rows: list[Sequence[text.Cell]] = []
     for name in (*TERMS, "sum", "overlapped", "static"):
         ms = _ms(getattr(step, f"{name}_s"))
-        share = None if ms is None or not reported else f"{ms / reported:.0%}"
+        share = f"{ms / reported:.0%}" if ms is not None and reported else None
         rows.append((name, ms, share, _WHAT[name].format(nodes=step.nodes)))
     head = f"{step.name}, context {step.context}: reported {_words(reported)}; modelled, no times"
     table = text.table(("term", "ms", "of the reported", "what"), rows)
@@ -93,7 +93,7 @@ def _ms(seconds: float | None) -> float | None:
 
 
 def _words(ms: float | None) -> str:
-    return f"{ms:g} ms" if ms else "nothing"
+    return "nothing" if ms is None else f"{ms:g} ms"
 
 
 def step_dict(step: StepTerms) -> dict[str, object]:
@@ -138,7 +138,7 @@ _FLAGS: Mapping[str, tuple[Callable[[str], float], str]] = {
     "reduce_gb_per_s": (_RATE, "bytes of an all-reduce, through the host"),
     "reduce_us": (_TIME, "latency of an all-reduce"),
     "node_us": (_TIME, "a node of a captured graph"),
-    "decode_ms": (_TIME, "reported time of a decode step, for the shares"),
+    "decode_ms": (_TIME, "reported time of a decode step of one row, for the shares"),
     "chunk_ms": (_TIME, "reported time of a chunk, for the shares"),
 }
 
@@ -204,4 +204,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    text.run(main)

@@ -26,7 +26,8 @@ class Assumed:
             `rows_hit_rate` of all rows, `chunk_hit_rate` of a chunk.
         link_gb_per_s: of each card to the host; `reduce_gb_per_s` of an all-reduce.
         node_us: of a node of a captured graph.
-        decode_ms, chunk_ms: reported times that the terms are held against.
+        decode_ms, chunk_ms: reported times that the terms of one row and of a chunk are held
+            against; of more rows none is reported.
     """
 
     cards: int = 8
@@ -72,12 +73,12 @@ class Timed:
 
 @dataclass(frozen=True)
 class StepTerms:
-    """Terms of one step in seconds; `nodes` of its graph."""
+    """Terms of one step in seconds, and its reported time if it has one; `nodes` of its graph."""
 
     name: str
     tokens: int
     context: int
-    reported_s: float
+    reported_s: float | None
     bus_s: float
     memory_s: float
     compute_s: float
@@ -104,7 +105,7 @@ def by_cost(calls: Sequence[Timed]) -> list[Timed]:
 
 
 def terms(
-    name: str, step: Step, hit_rate: float, reported_s: float, assumed: Assumed,
+    name: str, step: Step, hit_rate: float, reported_s: float | None, assumed: Assumed,
     figures: Committed,
 ) -> StepTerms:  # fmt: skip
     """The terms of one step under these assumptions."""
@@ -132,11 +133,12 @@ def terms(
 def steps(assumed: Assumed, figures: Committed) -> list[StepTerms]:
     """Decode of one row and of all, and a chunk."""
     cards, context, reported = assumed.cards, assumed.context, assumed.decode_ms / 1e3
+    of_rows = reported if assumed.rows == 1 else None
     one, rows = Step(1, context, cards, True), Step(assumed.rows, context, cards, True)
     chunk = Step(assumed.chunk, max(assumed.chunk, assumed.chunk_context), cards, False)
     return [
         terms("decode, 1 row", one, assumed.hit_rate, reported, assumed, figures),
-        terms(f"decode, {assumed.rows} rows", rows, assumed.rows_hit_rate, reported, assumed,
+        terms(f"decode, {assumed.rows} rows", rows, assumed.rows_hit_rate, of_rows, assumed,
               figures),
         terms(f"chunk of {assumed.chunk}", chunk, assumed.chunk_hit_rate, assumed.chunk_ms / 1e3,
               assumed, figures),

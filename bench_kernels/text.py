@@ -1,13 +1,21 @@
-"""Tables and command lines in plain text: the interpreter that runs a bench may have torch only."""
+"""Tables, progress and command lines in plain text: an interpreter may have torch only."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import errno
+import os
 import re
-from collections.abc import Callable, Sequence
-from typing import NoReturn
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import NoReturn, TextIO
 
 Cell = str | float | int | None
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_LINE_S = 10.0  # between two lines of progress where no terminal is
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> str:
@@ -54,3 +62,45 @@ def number(low: float, high: float, *, whole: bool = False) -> Callable[[str], f
         return value
 
     return read
+
+
+@contextlib.contextmanager
+def progress(
+    stream: TextIO | None, now: Callable[[], float] = time.monotonic
+) -> Iterator[Callable[[str], None]]:  # fmt: skip
+    """A function to be told what is done: one line that changes on a terminal, which is empty in
+    the end; elsewhere a line now and then, the first one too.
+    """
+    terminal = stream is not None and stream.isatty()
+    last: float | None = None
+
+    def tell(line: str) -> None:
+        nonlocal last
+        if terminal:
+            print(f"\r\x1b[K{line}", end="", file=stream, flush=True)
+        elif stream is not None and (last is None or now() - last >= _LINE_S):
+            last = now()
+            print(line, file=stream, flush=True)
+
+    try:
+        yield tell
+    finally:
+        if terminal:
+            tell("")
+
+
+def run(main: Callable[[], int]) -> NoReturn:
+    """Run a command and exit; a reader that left ends it in silence, a full disk in a sentence."""
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    try:
+        code = main()
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except OSError as error:
+        if error.filename is not None or error.errno not in _FULL:
+            raise
+        # what is still buffered would fail once more at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        print(f"stdout cannot be written ({error.strerror})", file=sys.stderr)
+        code = 1
+    sys.exit(code)

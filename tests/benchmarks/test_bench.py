@@ -265,8 +265,17 @@ def test_absent_engines_are_absent():
     assert others.installed() == dict.fromkeys(others.ENGINES, False)
 
 
-def test_without_a_card_the_static_model_speaks(capsys):
+def test_named_ops_have_no_step_unasked_for(capsys):
     assert bench.main(["rms_norm"]) == 0
+    told = capsys.readouterr().out
+    assert "rms_norm  flash-t3456" in told
+    assert "chunk of 3456" not in told
+    assert bench.main(["rms_norm", "--json"]) == 0
+    assert "roofline" not in json.loads(capsys.readouterr().out)
+
+
+def test_without_a_card_the_static_model_speaks(capsys):
+    assert bench.main(["rms_norm", "--step"]) == 0
     told = capsys.readouterr().out
     assert told.startswith("no card here: the static model of nvidia_geforce_rtx_4090")
     assert "modelled, nothing was timed" in told

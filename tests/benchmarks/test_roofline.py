@@ -11,7 +11,7 @@ read by every step, hits taken for misses, the ring's factor dropped, one all-re
 all-reduces on one card, index rows of one sequence for all rows, the head for every token of a
 chunk, the highest ceiling of a call, a decode launch scaled by its FLOPs, no launch scaled by
 its bytes, memory and compute of a call added up in `overlapped`, all-reduces left out of the nodes,
-`--plot` on any file name.
+`--plot` on any file name, on a folder or after the work, shares of rows that nobody reported.
 """
 
 from __future__ import annotations
@@ -249,10 +249,19 @@ def test_the_command_prints_terms_and_says_modelled(capsys):
     assert roofline.main(["--top", "2"]) == 0
     told = capsys.readouterr().out
     assert told.count("modelled, no times") == 3
+    one, rows, chunk = told.split(": reported ")[1:]
+    assert rows.startswith("nothing; ")
+    assert ("%" in one, "%" in rows, "%" in chunk) == (True, False, True)
     assert "reported 16.8 ms" in told
     assert "reported 1350 ms" in told
     assert "modelled, nothing was timed; assumed: 8 cards" in told
     assert told.count("\nall_reduce ") == 3
+
+
+def test_rows_are_held_against_what_is_reported_of_one(figures):
+    shown = [step.reported_s for step in steps(Assumed(rows=50), figures)]
+    assert shown == [0.0168, None, 1.35]
+    assert steps(Assumed(rows=1), figures)[1].reported_s == 0.0168
 
 
 def test_the_command_as_json(capsys):
@@ -274,7 +283,9 @@ def test_the_command_as_json(capsys):
      ("--link-gb-per-s nan", "--link-gb-per-s is nan, expected a number from 0.001 to 1e+06"),
      ("--rows 2.5", "--rows is 2.5, expected a whole number from 1 to 4096"),
      ("--chunk 200000", "--chunk is 200000, expected at most --chunk-context (100010)"),
-     ("--plot x.txt", "--plot is x.txt, expected a file name that ends in .png, .svg, .pdf")],
+     ("--plot x.txt", "--plot is x.txt, expected a file name that ends in .png, .svg, .pdf"),
+     ("--plot /none/x.png",
+      "--plot is /none/x.png, expected a file to write in a directory that exists")],
 )  # fmt: skip
 def test_a_bad_flag_is_one_sentence(words, sentence, capsys):
     with pytest.raises(SystemExit) as ended:
@@ -283,11 +294,19 @@ def test_a_bad_flag_is_one_sentence(words, sentence, capsys):
     assert capsys.readouterr() == ("", sentence + "\n")
 
 
-def test_a_plot_needs_matplotlib(monkeypatch, capsys):
+def test_a_plot_that_cannot_be_drawn_is_refused_before_any_work(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(roofline, "steps", None)
+    (tmp_path / "folder.png").mkdir()
+    with pytest.raises(SystemExit):
+        roofline.main(["--plot", str(tmp_path / "folder.png")])
+    assert "expected a file to write" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(SystemExit):
-        roofline.main(["--plot", "x.png"])
-    assert "expected matplotlib" in capsys.readouterr().err
+        roofline.main(["--plot", str(tmp_path / "x.png")])
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert "expected matplotlib" in told.err
+    assert told.err.count("\n") == 1
 
 
 def test_a_plot_is_drawn(tmp_path, capsys):
@@ -295,5 +314,3 @@ def test_a_plot_is_drawn(tmp_path, capsys):
     path = tmp_path / "terms.svg"
     assert roofline.main(["--plot", str(path), "--top", "0"]) == 0
     assert b"<svg" in path.read_bytes()
-    assert roofline.main(["--plot", str(tmp_path / "none" / "x.svg")]) == 1
-    assert "--plot is" in capsys.readouterr().err
