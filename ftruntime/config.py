@@ -265,6 +265,8 @@ def inactive_flags(config: RuntimeConfig, plan: Plan) -> list[str]:
         reasons["expert_prefetch"] = "--expert-load serial reads one shard after the other"
     if plan.kind == "cpu":
         reasons["cuda_graph_max_bs"] = "there are no CUDA graphs without a GPU"
+    elif config.numerics == "exact":
+        reasons["cuda_graph_max_bs"] = "--numerics exact runs references, which read on the host"
     elif (config.cuda_graph_max_bs or 0) > config.max_running_requests:
         reasons["cuda_graph_max_bs"] = (
             f"no batch is larger than --max-running-requests ({config.max_running_requests})"

@@ -65,6 +65,7 @@ class Plan:
     num_experts: int
     expert_slots: int
     min_expert_slots: int
+    graph_sizes: tuple[int, ...] = ()  # rows of the decode steps that are captured
     max_decode_gap_s: float | None = None
     max_decode_gap_source: GapSource | None = None
     bytes: Mapping[str, int]
@@ -156,6 +157,7 @@ def resolve(
         num_experts=sizer.weights.num_experts,
         expert_slots=slots,
         min_expert_slots=min_expert_slots(shape),
+        graph_sizes=sizer.graph_sizes(),
         bytes={name: row.num_bytes for name, row in rows.items()},
         why={name: row.why for name, row in rows.items()},
         budget_bytes=sizer.budget,

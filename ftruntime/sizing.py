@@ -235,7 +235,9 @@ class Sizer:
     def graph_sizes(self) -> tuple[int, ...]:
         """Decode batches that are captured: 1, 2, 4 and so on, and the cap itself."""
         running, wanted = self.config.max_running_requests, self.config.cuda_graph_max_bs
-        cap = 0 if self.facts.kind == "cpu" else min(running, running if wanted is None else wanted)
+        if self.facts.kind == "cpu" or self.config.numerics == "exact":
+            return ()
+        cap = min(running, running if wanted is None else wanted)
         return (*(1 << n for n in range((cap - 1).bit_length())), cap) if cap else ()
 
     def _staging(self, slots: int, chunk_tokens: int) -> Row:

@@ -134,7 +134,9 @@ class ExpertCache:
         step, experts = self._asked("ensure", layer, topk_ids)
         return self._slot_of_expert(step.all_at_once(layer, experts))
 
-    def groups(self, layer: int, topk_ids: torch.Tensor) -> Iterator[torch.Tensor]:
+    def groups(
+        self, layer: int, topk_ids: torch.Tensor, *, out: torch.Tensor | None = None
+    ) -> Iterator[torch.Tensor]:
         """The experts of a layer in as many disjoint groups as they need, those that are resident
         first; a group is in use until the next one is asked for.
 
@@ -143,6 +145,8 @@ class ExpertCache:
 
         Args:
             layer, topk_ids: as in `ensure`.
+            out: ``[E]`` int32 on the device that every item is written to, in the order of compute;
+                for captured kernels, which read the same memory each time.
 
         Returns:
             An iterator of ``slot_of_expert [E]`` int32, -1 for experts of other groups; one item
@@ -150,11 +154,14 @@ class ExpertCache:
 
         Raises:
             TypeError, RuntimeError: as `ensure`, and (from the iterator) once the step has ended.
-            ValueError: a layer or id out of range, or (from the iterator) no slot that is not in
-                use.
+            ValueError: a layer, id or `out` outside the contract, or (from the iterator) no slot
+                that is not in use.
         """
         step, experts = self._asked("groups", layer, topk_ids)
-        return self._handed_out(step.in_groups(layer, experts))
+        if out is not None:
+            size, like = (self.num_experts,), self._table.rows
+            check.tensor("ExpertCache.groups", "out", out, (torch.int32,), size, "[E]", like)
+        return self._handed_out(step.in_groups(layer, experts), out)
 
     def lookup(
         self, layer: int, topk_ids: torch.Tensor, *, out: torch.Tensor | None = None
@@ -286,15 +293,17 @@ class ExpertCache:
         step.width = max(step.width, len(experts))
         return step, experts
 
-    def _handed_out(self, groups: Generator[Group, None, None]) -> Iterator[torch.Tensor]:
+    def _handed_out(
+        self, groups: Generator[Group, None, None], out: torch.Tensor | None
+    ) -> Iterator[torch.Tensor]:
         with contextlib.closing(groups):
             for group in groups:
-                yield self._slot_of_expert(group)
+                yield self._slot_of_expert(group, out)
 
-    def _slot_of_expert(self, group: Group) -> torch.Tensor:
+    def _slot_of_expert(self, group: Group, out: torch.Tensor | None = None) -> torch.Tensor:
         slots = np.full(self.num_experts, -1, dtype=np.int32)
         slots[group.experts] = group.slots
-        return uploaded(slots, self._device)
+        return uploaded(slots, self._device, out)
 
     def _require_open(self, name: str) -> None:
         if not self._is_open:

@@ -6,13 +6,18 @@ import numpy as np
 import torch
 
 
-def uploaded(values: np.ndarray, device: torch.device) -> torch.Tensor:
-    """``values`` on the device, in the order of compute; the host does not wait."""
+def uploaded(
+    values: np.ndarray, device: torch.device, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """``values`` on the device, in ``out`` if given, in the order of compute; the host does not
+    wait."""
     x = torch.from_numpy(values)
-    if device.type != "cuda":
-        return x
-    # a pinned block of its own, which its allocator keeps until the copy has ended
-    return x.pin_memory().to(device, non_blocking=True)
+    if device.type == "cuda":
+        # a pinned block of its own, which its allocator keeps until the copy has ended
+        x = x.pin_memory()
+    if out is not None:
+        return out.copy_(x, non_blocking=True)
+    return x.to(device, non_blocking=True)
 
 
 class SlotTable:
@@ -52,7 +57,7 @@ class SlotTable:
         """Bring the device up to date, in the order of compute."""
         if not self._stale:
             return
-        self.rows.copy_(uploaded(self._slots.copy(), self.rows.device).view(self.rows.shape))
+        uploaded(self._slots.copy(), self.rows.device, self.rows.view(-1))
         self._published[:] = self._slots
         self._stale = False
 

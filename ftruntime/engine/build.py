@@ -16,11 +16,12 @@ from ftruntime.config import RuntimeConfig
 from ftruntime.demo_cache import ensure_demo
 from ftruntime.engine.executor import DeviceExecutor, LeadingExecutor, Runs
 from ftruntime.engine.expert_store import ExpertStore
+from ftruntime.engine.graphs import GraphPool
 from ftruntime.engine.loop import EngineLoop, MonotonicClock
 from ftruntime.engine.ranks import RankProcesses, start_ranks
 from ftruntime.engine.runner import BatchBuilder
 from ftruntime.engine.tp import TensorParallel
-from ftruntime.engine.warmup import warm_up
+from ftruntime.engine.warmup import padding_step, warm_up
 from ftruntime.facts import probe
 from ftruntime.kvcache.storage import KVStorage
 from ftruntime.model.config import ModelConfig
@@ -127,7 +128,10 @@ def build_engine(
     return EngineLoop(
         Scheduler(plan.scheduler_limits(config, shape)), executor, MonotonicClock(),
         info=_info(plan, shape, directory), decode_log_interval=config.decode_log_interval,
-        extra_stats=lambda: {"policy": _policy(config), "experts": experts.stats()},
+        extra_stats=lambda: {
+            "policy": _policy(config), "experts": experts.stats(),
+            "graphs": rank.executor.graph_stats(),
+        },
     )  # fmt: skip
 
 
@@ -174,7 +178,9 @@ def make_executor(
         num_rows=plan.max_running + 1, max_pages=-(-plan.max_model_len // PAGE_TOKENS),
         device=model.device, scratch=_scratch(model, plan),
     )  # fmt: skip
-    return DeviceExecutor(model, storage, builder, experts)
+    padding = padding_step(plan, model.config.num_hidden_layers)
+    graphs = GraphPool(model, storage, builder, plan.graph_sizes, padding)
+    return DeviceExecutor(model, storage, builder, experts, graphs)
 
 
 def _runs_kernels(plan: Plan) -> bool:

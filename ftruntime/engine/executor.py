@@ -10,6 +10,7 @@ import torch
 
 from ftruntime.engine import sampler
 from ftruntime.engine.expert_store import ExpertStore
+from ftruntime.engine.graphs import GraphPool
 from ftruntime.engine.ranks import RankProcesses
 from ftruntime.engine.runner import BatchBuilder
 from ftruntime.engine.tp import TensorParallel
@@ -28,6 +29,8 @@ from ftruntime.types import (
 
 LOGIT_ROWS = 256
 _LOOK_S = 1.0  # for the end of the rank that was lost
+# token and log-probabilities by row
+_Drawn = dict[int, tuple[int, TokenLogprobs | None]]
 
 
 @dataclass(frozen=True)
@@ -44,20 +47,24 @@ class DeviceExecutor:
     Args:
         model, storage, builder: what a step runs, reads and is laid out by.
         experts: closed with the executor.
+        graphs: of decode steps.
     """
 
     def __init__(
         self, model: Transformer, storage: KVStorage, builder: BatchBuilder,
-        experts: ExpertStore | None = None,
+        experts: ExpertStore | None = None, graphs: GraphPool | None = None,
     ) -> None:  # fmt: skip
         self._model = model
         self._storage = storage
         self._builder = builder
         self._experts = experts
+        self._graphs = graphs
         self._kept: dict[tuple[int, ...], _Kept] = {}
 
     def begin(self) -> None:
-        """The warm-up is over: what came before does not count."""
+        """The warm-up is over: what came before does not count, decode steps are captured."""
+        if self._graphs is not None:
+            self._graphs.capture()
         if self._experts is not None:
             self._experts.begin()
 
@@ -65,12 +72,19 @@ class DeviceExecutor:
     def num_layers(self) -> int:
         return self._model.config.num_hidden_layers
 
+    def graph_stats(self) -> dict[str, object]:
+        """As `GraphPool.stats`."""
+        return {} if self._graphs is None else self._graphs.stats()
+
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
         """Run the plan's layers; with the last one, draw the tokens it asks for."""
         self._drop(plan.drop)
         rows = tuple(seq.row for seq in plan.seqs)
         first, last = plan.layers
+        graphs = self._graphs
+        if graphs is not None and plan.kind == "decode" and graphs.holds(plan):
+            return self._replay(plan, graphs)
         if first == 0:
             batch = self._builder.build(plan)
             resumed = self._builder.resumed(plan)
@@ -96,7 +110,9 @@ class DeviceExecutor:
             self._experts.check()
 
     def close(self) -> None:
-        """Give the expert slots and the pinned bytes of their banks back."""
+        """Give graphs, the expert slots and the pinned bytes of their banks back."""
+        if self._graphs is not None:
+            self._graphs.close()
         if self._experts is not None:
             self._experts.close()
 
@@ -122,28 +138,22 @@ class DeviceExecutor:
 
     def _draw(
         self, plan: StepPlan, batch: ForwardBatch, streams: torch.Tensor, ends: list[int]
-    ) -> dict[int, tuple[int, TokenLogprobs | None]]:
-        """Token and log-probabilities by row, for the rows that draw."""
-        wanted = [
-            (seq.row, seq.sample, end - 1)
-            for seq, end in zip(plan.seqs, ends, strict=True) if seq.sample is not None
-        ]  # fmt: skip
-        if not wanted:
+    ) -> _Drawn:
+        places = [
+            end - 1 for seq, end in zip(plan.seqs, ends, strict=True) if seq.sample is not None
+        ]
+        if not places:
             return {}
-        places = [place for _, _, place in wanted]
         every = places == list(range(streams.shape[0]))
-        logits = self._model.logits(streams if every else streams[places], batch)
-        if logits is None:
-            return {}
-        tokens = sampler.draw(logits, [spec for _, spec, _ in wanted])
-        found: dict[int, tuple[int, TokenLogprobs | None]] = {}
-        for number, ((row, spec, _), token) in enumerate(zip(wanted, tokens, strict=True)):
-            extra = None
-            if spec.num_logprobs is not None and token >= 0:
-                own = logits[number : number + 1]
-                extra = sampler.logprobs(own, [token], spec.num_logprobs)[0]
-            found[row] = (token, extra)
-        return found
+        return _drawn(plan, self._model.logits(streams if every else streams[places], batch))
+
+    def _replay(self, plan: StepPlan, graphs: GraphPool) -> StepResult:
+        drawn = _drawn(plan, graphs.replay(plan))
+        results = (
+            SeqResult(seq.row, seq.request_id, *drawn.get(seq.row, (None, None)))
+            for seq in plan.seqs
+        )
+        return StepResult(plan.index, tuple(results))
 
     def _prompt_logprobs(
         self, seq: SeqPlan, batch: ForwardBatch, streams: torch.Tensor, begin: int
@@ -161,6 +171,22 @@ class DeviceExecutor:
                 continue
             found += sampler.logprobs(logits, part, seq.num_prompt_logprobs)
         return tuple(found)
+
+
+def _drawn(plan: StepPlan, logits: torch.Tensor | None) -> _Drawn:
+    """What the rows that draw make of their logits, which rank 0 has."""
+    seqs = [(seq.row, seq.sample) for seq in plan.seqs if seq.sample is not None]
+    if logits is None:
+        return {}
+    tokens = sampler.draw(logits, [spec for _, spec in seqs])
+    found: _Drawn = {}
+    for number, ((row, spec), token) in enumerate(zip(seqs, tokens, strict=True)):
+        extra = None
+        if spec.num_logprobs is not None and token >= 0:
+            own = logits[number : number + 1]
+            extra = sampler.logprobs(own, [token], spec.num_logprobs)[0]
+        found[row] = (token, extra)
+    return found
 
 
 class Runs(Executor, Protocol):

@@ -8,6 +8,11 @@ from ftruntime.engine.arrays import together
 from ftruntime.model.batch import ForwardBatch
 from ftruntime.types import PAGE_TOKENS, SeqPlan, StepPlan
 
+_INPUTS = (
+    "token_ids", "positions", "seq_lens", "slot_mapping", "state_index", "host_token_ids"
+)  # fmt: skip
+_TABLES = ("window_block_table", "block_table")
+
 
 class BatchBuilder:
     """Keeps the block tables that plans tell of page by page.
@@ -28,8 +33,13 @@ class BatchBuilder:
         self._device = device
         self._scratch = scratch
 
-    def build(self, plan: StepPlan) -> ForwardBatch:
-        """Take in the plan's new pages and lay out its tokens, back to back."""
+    def build(self, plan: StepPlan, num_rows: int = 0) -> ForwardBatch:
+        """Take in the plan's new pages and lay out its tokens, back to back.
+
+        Args:
+            num_rows: rows of a decode step to fill up to. What fills it up computes what the row
+                with the fewest tokens does, so it asks for no other expert, and stores nothing.
+        """
         for seq in plan.seqs:
             self._assign(seq)
         token_ids: list[int] = []
@@ -44,10 +54,20 @@ class BatchBuilder:
             bounds.append(len(token_ids))
             lens.append(end)
         rows = [seq.row for seq in plan.seqs]
+        states = list(rows)
+        shortest = lens.index(min(lens))
+        for _ in range(num_rows - len(rows)):
+            token_ids.append(token_ids[shortest])
+            positions.append(positions[shortest])
+            slots.append(-1)
+            bounds.append(len(token_ids))
+            lens.append(lens[shortest])
+            rows.append(rows[shortest])
+            states.append(-1)
         used = -(-max(lens) // PAGE_TOKENS)
         # one transfer for what counts tokens, one for what counts sequences
         by_token = together((token_ids, positions, slots), torch.int64, self._device)
-        by_sequence = together((bounds, lens, rows), torch.int32, self._device)
+        by_sequence = together((bounds, lens, states), torch.int32, self._device)
         return ForwardBatch(
             token_ids=by_token[0],
             positions=by_token[1],
@@ -61,6 +81,33 @@ class BatchBuilder:
             host_token_ids=torch.tensor(token_ids),
             scratch=self._scratch,
         )
+
+    def fixed(self, num_rows: int) -> ForwardBatch:
+        """The inputs of every decode step of so many rows, at the same addresses; see `refill`."""
+
+        def made(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.zeros(shape, dtype=dtype, device=self._device)
+
+        tables = (num_rows, self._window.shape[1])
+        return ForwardBatch(
+            token_ids=made(num_rows, dtype=torch.int64),
+            positions=made(num_rows, dtype=torch.int64),
+            cu_seqlens=torch.arange(num_rows + 1, dtype=torch.int32, device=self._device),
+            seq_lens=made(num_rows),
+            slot_mapping=made(num_rows, dtype=torch.int64),
+            window_block_table=made(*tables), block_table=made(*tables),
+            state_index=made(num_rows), is_decode=True,
+            host_token_ids=torch.zeros(num_rows, dtype=torch.int64), scratch=self._scratch,
+        )  # fmt: skip
+
+    def refill(self, fixed: ForwardBatch, plan: StepPlan) -> None:
+        """Give the inputs of `fixed` the values of a decode step of as many rows or fewer."""
+        batch = self.build(plan, fixed.token_ids.shape[0])
+        for name in _INPUTS:
+            getattr(fixed, name).copy_(getattr(batch, name))
+        used = batch.block_table.shape[1]
+        for name in _TABLES:
+            getattr(fixed, name)[:, :used].copy_(getattr(batch, name))
 
     def resumed(self, plan: StepPlan) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Window pages and rows of new requests that start behind known pages; after `build`."""

@@ -51,8 +51,17 @@ def steps(
     if every and start < longest:
         yield "prefill", (_part(row, start, min(plan.chunk_tokens, longest - start)),)
     for count in _sizes(plan.max_running) if every else [1]:
-        place = min(1, plan.max_model_len - 1)
-        yield "decode", tuple(_part(row, place, 1, prompt=False) for _ in range(count))
+        yield "decode", _decode(plan, count)
+
+
+def padding_step(plan: Plan, num_layers: int) -> StepPlan:
+    """A decode step of one row that is nobody's."""
+    return StepPlan(0, "decode", _decode(plan, 1), (0, num_layers))
+
+
+def _decode(plan: Plan, count: int) -> tuple[SeqPlan, ...]:
+    row, place = plan.max_running, min(1, plan.max_model_len - 1)
+    return tuple(_part(row, place, 1, prompt=False) for _ in range(count))
 
 
 def _sizes(most: int) -> list[int]:

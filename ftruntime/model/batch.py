@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
+
+
+class Tape(Protocol):
+    """Takes down what a step launches, to launch it again."""
+
+    def around(self, context: Callable[[], AbstractContextManager[None]]) -> None:
+        """What is launched from here to the next such call is launched inside ``context()``, which
+        the host enters anew each time, after all that came before."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -21,6 +33,7 @@ class ForwardBatch:
         is_decode: one new token a sequence, attention by ``mla_decode``.
         host_token_ids: ``token_ids`` on the host.
         scratch: as ``scratch.scratch_bytes`` says, zero at first; None where references run.
+        tape: set while a step is taken down; then nothing is read on the host.
     """
 
     token_ids: torch.Tensor
@@ -34,6 +47,7 @@ class ForwardBatch:
     is_decode: bool
     host_token_ids: torch.Tensor
     scratch: torch.Tensor | None = None
+    tape: Tape | None = None
 
     @property
     def path(self) -> str:

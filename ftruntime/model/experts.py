@@ -3,13 +3,15 @@ host memory."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 import ftkernels
-from ftruntime.model.batch import ForwardBatch
+from ftruntime.model.batch import ForwardBatch, Tape
 from ftruntime.model.config import ModelConfig
 from ftruntime.model.linear import Input
 from ftruntime.model.lookahead import Lookahead
@@ -100,19 +102,39 @@ class CachedExperts:
     ) -> torch.Tensor:
         cache, layer, topk_ids = self._cache, self._layer, routes[1]
         matrices = cache.slots(layer)
+        if batch.tape is not None:
+            slots = self._taped(batch.tape, x, topk_ids, batch)
+            return self._products(matrices, x, routes, batch, slot_of_expert=slots, shared=shared)
         coming = self._lookahead.coming(layer, x.dense, batch)
         groups = cache.groups(layer, topk_ids)
         if min(topk_ids.numel(), cache.num_experts) > cache.num_slots:
             routed = x.dense.new_empty((*topk_ids.shape, x.dense.shape[1]))
             for slots in groups:
                 self._products(matrices, x, routes, batch, slot_of_expert=slots, routed_out=routed)
-            self._lookahead.hint(coming)
+            self._lookahead.hint(coming, batch)
             return ftkernels.moe_combine(routed, shared=shared)
         out = shared
         for slots in groups:  # a single one
             # hints are read on the host before products keep the device busy
-            self._lookahead.hint(coming)
+            self._lookahead.hint(coming, batch)
             out = self._products(
                 matrices, x, routes, batch, slot_of_expert=slots, shared=shared
             )
         return out
+
+    def _taped(
+        self, tape: Tape, x: Input, topk_ids: torch.Tensor, batch: ForwardBatch
+    ) -> torch.Tensor:
+        """Where the products that follow find their experts, which the host brings in first."""
+        coming = self._lookahead.coming(self._layer, x.dense, batch)
+        slots = topk_ids.new_empty(self._cache.num_experts)
+
+        @contextlib.contextmanager
+        def present() -> Iterator[None]:
+            # a single one, in use until the products are launched
+            for _ in self._cache.groups(self._layer, topk_ids, out=slots):
+                self._lookahead.hint(coming, batch)
+                yield
+
+        tape.around(present)
+        return slots

@@ -23,7 +23,8 @@ _CHECK_STEPS: Final = 64
 
 _logger = logging.getLogger(__name__)
 
-Coming = list[tuple[int, torch.Tensor | Sequence[int]]]
+# layers, and what their routers said; None where the host knows without them
+Coming = list[tuple[int, torch.Tensor | None]]
 
 
 @dataclass
@@ -93,26 +94,30 @@ class Lookahead:
             for number in range(layer + 1, min(layer + 1 + depth, len(self._routers)))
         ]
 
-    def hint(self, coming: Coming) -> None:
+    def hint(self, coming: Coming, batch: ForwardBatch) -> None:
         """Tell the cache; waits for the routers that ``coming`` launched."""
+        if not self._gives(batch.phase):
+            return
         for layer, experts in coming:
-            if isinstance(experts, torch.Tensor):
-                experts = experts.flatten().cpu()
-            self._cache.prefetch(layer, experts)
+            if experts is not None:
+                self._cache.prefetch(layer, experts.flatten().cpu())
+            elif self._fills(layer, batch):
+                self._cache.prefetch(layer, range(self._cache.num_experts))
+            else:
+                self._cache.prefetch(layer, self._of_tokens(layer, batch))
 
     def _gives(self, phase: str) -> bool:
         return self._depth > 0 and self._accounts[phase].active
 
-    def _of_layer(
-        self, layer: int, x: torch.Tensor, batch: ForwardBatch
-    ) -> torch.Tensor | Sequence[int]:
-        num_experts = self._cache.num_experts
-        router = self._routers[layer]
-        if x.shape[0] * router.config.num_experts_per_tok >= 2 * num_experts:
-            return range(num_experts)
-        if self._tables[layer] is not None:
-            return self._of_tokens(layer, batch)
-        return router(x, batch)[1]
+    def _of_layer(self, layer: int, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor | None:
+        if self._fills(layer, batch) or self._tables[layer] is not None:
+            return None
+        return self._routers[layer](x, batch)[1]
+
+    def _fills(self, layer: int, batch: ForwardBatch) -> bool:
+        """Whether the tokens are so many that they use about all experts of a layer."""
+        topk = self._routers[layer].config.num_experts_per_tok
+        return len(batch.host_token_ids) * topk >= 2 * self._cache.num_experts
 
     def _of_tokens(self, layer: int, batch: ForwardBatch) -> torch.Tensor:
         table = self._tables[layer]

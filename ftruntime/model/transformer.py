@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -101,16 +103,26 @@ class Transformer:
         first, end = layers
         if first == end:
             return streams
+        with self.step(batch, first):
+            return self.run(streams, batch, storage, layers)
+
+    @contextlib.contextmanager
+    def step(self, batch: ForwardBatch, first: int = 0) -> Iterator[None]:
+        """What the layers from ``first`` on run within, whether launched anew or again."""
         if self._cache is None or self._lookahead is None:
-            return self._run(streams, batch, storage, first, end)
+            yield
+            return
         with self._cache.step(batch.phase):
             if first == 0:
                 self._lookahead.begin(batch)
-            return self._run(streams, batch, storage, first, end)
+            yield
 
-    def _run(
-        self, streams: torch.Tensor, batch: ForwardBatch, storage: KVStorage, first: int, end: int
-    ) -> torch.Tensor:
+    def run(
+        self, streams: torch.Tensor, batch: ForwardBatch, storage: KVStorage,
+        layers: tuple[int, int],
+    ) -> torch.Tensor:  # fmt: skip
+        """As `forward`, within a `step` and of one layer at least."""
+        first, end = layers
         x, mixes = self._layers[first].attn_hc.before(streams, batch)
         for number in range(first, end):
             layer, kv = self._layers[number], storage.layers[number]
@@ -122,6 +134,13 @@ class Transformer:
                 following = self._layers[number + 1].attn_hc
                 streams, x, mixes = following.between(y, streams, mixes, batch)
         return HyperConnection.after(y, streams, mixes)
+
+    @property
+    def most_rows_at_once(self) -> int | None:
+        """Rows of a decode step whose experts of a layer always fit the cache; None: any number."""
+        if self._cache is None or self._cache.num_slots >= self._cache.num_experts:
+            return None
+        return self._cache.num_slots // self.config.num_experts_per_tok
 
     def logits(self, streams: torch.Tensor, batch: ForwardBatch) -> torch.Tensor | None:
         """Streams ``[N, hc, C]`` of the rows of ``batch`` that are wanted to fp32 logits ``[N,

@@ -210,6 +210,25 @@ def test_leaving_a_loop_early_leaves_nothing_behind():
             cache.ensure(0, ids(0))
 
 
+def test_groups_are_written_where_captured_kernels_read():
+    cache, out = cached(3), torch.full((E,), 99, dtype=torch.int32)
+    with cache.step("decode"):
+        found = []
+        for slots in cache.groups(1, ids(0, 2, 4, 5), out=out):
+            assert slots is out
+            assert set(out.tolist()) <= {-1, 0, 1, 2}
+            found += [e for e, slot in enumerate(out.tolist()) if slot >= 0]
+        assert sorted(found) == [0, 2, 4, 5]
+        for bad, error in (
+            (torch.empty(E), TypeError), (torch.empty(E + 1, dtype=torch.int32), ValueError),
+            (torch.empty(E, dtype=torch.int32, device="meta"), ValueError),
+        ):  # fmt: skip
+            before = cache.stats()
+            with pytest.raises(error, match=r"^ExpertCache.groups: out "):
+                cache.groups(0, ids(1), out=bad)
+            assert cache.stats() == before
+
+
 @pytest.mark.parametrize("started", [True, False])
 @pytest.mark.parametrize("then", ["nothing", "a step", "close"])
 def test_groups_end_with_their_step(started, then):

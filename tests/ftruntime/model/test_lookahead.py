@@ -81,7 +81,7 @@ def rows(tokens):
 
 
 def run(lookahead, layer, given):
-    lookahead.hint(lookahead.coming(layer, rows(given.host_token_ids.tolist()), given))
+    lookahead.hint(lookahead.coming(layer, rows(given.host_token_ids.tolist()), given), given)
 
 
 def test_hashed_layers_are_known_from_the_tokens():
@@ -110,6 +110,25 @@ def test_a_hashed_layer_ahead_needs_no_router():
     run(lookahead, 0, batch([5]))
     assert cache.hints == [(1, sorted(int(e) for e in TABLE[5]))]
     assert not any(router.calls for router in routers)
+
+
+def test_a_replay_hints_what_its_own_tokens_choose():
+    """A captured step gathers once; the host then knows other tokens each time."""
+    cache, _, lookahead = made(depth=1)
+    coming = lookahead.coming(0, rows([5]), batch([5]))
+    lookahead.hint(coming, batch([9]))
+    assert cache.hints == [(1, sorted(int(e) for e in TABLE[9]))]
+
+
+def test_a_replay_hints_nothing_once_hints_are_off():
+    cache, _, lookahead = made(depth=1)
+    coming = lookahead.coming(2, rows([5]), batch([5]))
+    cache.counts = {"prefetch_used": 10, "prefetch_wasted": 600}
+    for _ in range(70):
+        lookahead.begin(batch([1]))
+    cache.hints.clear()
+    lookahead.hint(coming, batch([5]))
+    assert cache.hints == []
 
 
 def test_a_chunk_of_a_prompt_hints_one_layer():
