@@ -59,7 +59,8 @@ class _SinkAttention(torch.autograd.Function):
         grad = grad.contiguous()
         scores = torch._softmax_backward_data(torch.bmm(grad, keys.mT), probs, -1, probs.dtype)
         by_head = scores.view(len(q), -1, ctx.heads, keys.shape[1])
-        grad_sink = by_head[..., -1].float().sum((0, 1))
+        wide = torch.promote_types(scores.dtype, torch.float32)
+        grad_sink = by_head[..., -1].sum((0, 1), dtype=wide)
         by_head[..., -1] = 0
         grad_keys = torch.bmm(scores.mT, q) + torch.bmm(probs.mT, grad)
         return torch.bmm(scores, keys), grad_keys, None, grad_sink

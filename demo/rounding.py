@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 import ftkernels
+from ftruntime.demo.write import quantize_blocks
 
 
 def straight(x: Tensor, rounded: Tensor) -> Tensor:
@@ -47,7 +48,11 @@ class Rounding:
 
 def fp8_matrix(weight: Tensor) -> Tensor:
     """`[N, K]` through FP8 in blocks of 128 x 128."""
-    return straight(weight, dequantized_fp8(*quantized_fp8(weight.detach())))
+    codes, scale = quantize_blocks(weight.detach().float())
+    rounded = ftkernels.dequantize_fp8_reference(
+        codes, scale, group=(128, 128), dtype=torch.float32
+    )
+    return straight(weight, rounded)
 
 
 def fp4_matrix(weight: Tensor) -> Tensor:
@@ -56,21 +61,3 @@ def fp4_matrix(weight: Tensor) -> Tensor:
     codes, scale = ftkernels.quantize_fp4_reference(flat, group=32)
     rounded = ftkernels.dequantize_fp4_reference(codes, scale, group=32, dtype=torch.float32)
     return straight(weight, rounded.view(weight.shape))
-
-
-def quantized_fp8(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """E4M3 codes `[N, K]` and UE8M0 scales `[ceil(N/128), ceil(K/128)]` of an fp32 matrix."""
-    rows, columns = weight.shape
-    tall, wide = -(-rows // 128), -(-columns // 128)
-    padded = weight.new_zeros(tall * 128, wide * 128)
-    padded[:rows, :columns] = weight
-    tiles = padded.view(tall, 128, wide, 128).transpose(1, 2).reshape(tall * wide, -1)
-    codes, scale = ftkernels.quantize_fp8_reference(tiles.float(), group=128 * 128)
-    bytes_ = codes.view(torch.uint8).view(tall, wide, 128, 128).transpose(1, 2)
-    bytes_ = bytes_.reshape(padded.shape)[:rows, :columns].contiguous()
-    return bytes_.view(torch.float8_e4m3fn), scale.view(tall, wide)
-
-
-def dequantized_fp8(codes: Tensor, scale: Tensor) -> Tensor:
-    """The fp32 matrix of such codes and scales."""
-    return ftkernels.dequantize_fp8_reference(codes, scale, group=(128, 128), dtype=torch.float32)

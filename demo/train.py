@@ -17,6 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Final
 
+import numpy as np
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor
@@ -52,10 +53,10 @@ class Stage:
 
 
 STAGES: Final = (
-    Stage(0.50, 8, 512, Selection(sparse=False)),
-    Stage(0.70, 4, 1024, Selection(sparse=False, learn=True)),
-    Stage(0.82, 2, 2304, Selection(sparse=True, learn=True)),
-    Stage(0.90, 2, 1792, Selection(sparse=True, learn=True), rounding=True),
+    Stage(0.60, 8, 512, Selection(sparse=False)),
+    Stage(0.76, 4, 1024, Selection(sparse=False, learn=True)),
+    Stage(0.86, 2, 2304, Selection(sparse=True, learn=True)),
+    Stage(0.93, 2, 1792, Selection(sparse=True, learn=True), rounding=True),
     Stage(1.00, 1, 3584, Selection(sparse=True, learn=True), rounding=True),
 )
 
@@ -65,7 +66,7 @@ class Recipe:
     """What a run is made of besides its text."""
 
     seed: int = 0
-    total_tokens: int = 7_000_000
+    total_tokens: int = 5_000_000
     lr: float = 4e-3
     matrix_lr: float = 0.02
     decay: float = 0.1
@@ -126,8 +127,10 @@ class Run:
         """Share of the tokens that has been seen."""
         return self.tokens / self.recipe.total_tokens
 
-    def train_step(self) -> tuple[float, float]:
-        """One step; mean loss a token in nats, and the indexers' loss."""
+    def train_step(self) -> tuple[float, float, float]:
+        """One step; loss a token in nats: of plain tokens, of answers about needles, and the
+        indexers' loss.
+        """
         began = time.monotonic()
         stage, recipe = self.recipe.stage(self.done), self.recipe
         batch = self.data.batch(recipe.seed, self.step, stage.size, stage.tokens)
@@ -136,7 +139,7 @@ class Run:
             self.config, w, batch.ids, selection=stage.selection,
             rounding=Rounding(stage.rounding), ops=self.ops,
         )  # fmt: skip
-        loss = weighted_loss(logits, batch)
+        loss, plain, answers = weighted_loss(logits, batch)
         index_loss = sum(index, torch.zeros(()))
         (loss + _INDEX_WEIGHT * index_loss).backward()
         rate = recipe.rate(self.step, self.done)
@@ -147,7 +150,7 @@ class Run:
         self._balance(loads, rate)
         self.tokens += batch.ids.numel()
         self.seconds += time.monotonic() - began
-        return loss.item(), index_loss.item()
+        return plain, answers, index_loss.item()
 
     def _balance(self, loads: list[Tensor], rate: float) -> None:
         for layer, load in enumerate(loads):
@@ -187,13 +190,17 @@ def matrix_blocks(config: ModelConfig) -> dict[str, tuple[int, int, int]]:
     return blocks
 
 
-def weighted_loss(logits: Tensor, batch: Batch) -> Tensor:
-    """Mean over tokens, each with its weight, of the loss of predicting it from those before."""
+def weighted_loss(logits: Tensor, batch: Batch) -> tuple[Tensor, float, float]:
+    """Mean over tokens, each with its weight, of the loss of predicting it from those before; and
+    for the log the means of tokens with weight 1 and of others, NaN where there are none.
+    """
     losses = cross_entropy(
         logits[:, :-1].flatten(0, 1), batch.ids[:, 1:].flatten(), reduction="none"
     )
     weights = batch.weights[:, 1:].flatten()
-    return (losses * weights).sum() / weights.sum()
+    seen = losses.detach()
+    plain, answers = seen[weights == 1].mean().item(), seen[weights > 1].mean().item()
+    return (losses * weights).sum() / weights.sum(), plain, answers
 
 
 class _Stop:
@@ -223,10 +230,10 @@ def run(folder: Path, recipe: Recipe, *, compiled: bool) -> bool:
             now = time.monotonic()
             if now - logged > _LOG_S or state.done >= 1:
                 rate = (state.tokens - first_tokens) / (now - began)
-                mean = [sum(part) / len(losses) for part in zip(*losses, strict=True)]
+                plain, answers, index = np.nanmean(np.array(losses), axis=0)
                 line = (
-                    f"step={state.step} tokens={state.tokens} loss={mean[0]:.4f} "
-                    f"index_loss={mean[1]:.4f} tokens_per_s={rate:.0f} "
+                    f"step={state.step} tokens={state.tokens} loss={plain:.4f} "
+                    f"answers={answers:.4f} index={index:.4f} tokens_per_s={rate:.0f} "
                     f"left_min={(recipe.total_tokens - state.tokens) / rate / 60:.1f}"
                 )
                 print(line, flush=True)

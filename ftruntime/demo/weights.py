@@ -15,7 +15,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-import ftkernels
 from ftruntime.checkpoint.names import (
     DRAFT_PREFIX,
     FP4_GROUP,
@@ -25,6 +24,7 @@ from ftruntime.checkpoint.names import (
     expected_tensors,
     fp8_tensors,
 )
+from ftruntime.demo.write import fp4_pair, fp8_pair, in_blocks
 from ftruntime.model.config import ModelConfig
 
 _EMBED_STD = 0.5
@@ -122,29 +122,19 @@ def _moments(name: str, config: ModelConfig) -> tuple[float, float]:
 
 
 def _fp8_pair(name: str, matrix: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """Quantize in 128 x 128 blocks; `matrix` is fp32 `[N, K]`."""
+    """Quantized in 128 x 128 blocks that differ in size; `matrix` is fp32 `[N, K]`."""
     rows, columns = matrix.shape
-    blocks = (-(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK))
-    padded = matrix.new_zeros(blocks[0] * FP8_BLOCK, blocks[1] * FP8_BLOCK)
-    padded[:rows, :columns] = matrix
-    tiles = padded.view(blocks[0], FP8_BLOCK, blocks[1], FP8_BLOCK).transpose(1, 2)
-    octaves = _ramp(blocks[0] * blocks[1], 3).view(*blocks, 1, 1)
-    flat = (tiles * octaves).reshape(-1, FP8_BLOCK * FP8_BLOCK)
-    codes, scale = ftkernels.quantize_fp8_reference(flat, group=FP8_BLOCK * FP8_BLOCK)
-    weight = codes.view(torch.uint8).view(*blocks, FP8_BLOCK, FP8_BLOCK).transpose(1, 2)
-    weight = weight.reshape(padded.shape)[:rows, :columns].contiguous()
-    yield name, weight.view(torch.float8_e4m3fn)
-    yield _scale_name(name), scale.view(blocks).view(torch.float8_e8m0fnu)
+    tall, wide = in_blocks(matrix).shape[:2]
+    octaves = _ramp(tall * wide, 3).view(tall, wide)
+    octaves = octaves.repeat_interleave(FP8_BLOCK, 0).repeat_interleave(FP8_BLOCK, 1)
+    yield from fp8_pair(name, matrix * octaves[:rows, :columns])
 
 
 def _fp4_pair(name: str, matrix: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """Quantize in groups of 32 input channels; `matrix` is fp32 `[N, K]`."""
+    """Quantized in groups of 32 input channels that differ in size; `matrix` is fp32 `[N, K]`."""
     rows, columns = matrix.shape
     octaves = _ramp(rows * columns // FP4_GROUP, 5).repeat_interleave(FP4_GROUP)
-    scaled = matrix * octaves.view(rows, columns)
-    packed, scale = ftkernels.quantize_fp4_reference(scaled, group=FP4_GROUP)
-    yield name, packed.view(torch.int8)
-    yield _scale_name(name), scale.view(torch.float8_e8m0fnu)
+    yield from fp4_pair(name, matrix * octaves.view(rows, columns))
 
 
 def _ramp(count: int, period: int) -> torch.Tensor:
@@ -152,7 +142,3 @@ def _ramp(count: int, period: int) -> torch.Tensor:
     differ."""
     steps = torch.arange(count, dtype=torch.float32) % period - (period - 1) / 2
     return torch.exp2(steps / 2)
-
-
-def _scale_name(weight_name: str) -> str:
-    return weight_name.removesuffix(".weight") + ".scale"
