@@ -6,12 +6,15 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 
 import click
 
 from autotune.ops import arch_option, chosen, jobs_option, require_compiler
 from autotune.progress import compiling, counting, state_file
-from autotune.tables import pairs, print_rows
+from autotune.tables import pairs
 
 _MOST_WORK = 5e9  # of a call that an interpreter gets through in a minute
 _QUICK_WORK = 3e7
@@ -29,6 +32,7 @@ def verify(ops: tuple[str, ...], arch: str, quick: bool) -> None:
     """
     import torch
 
+    from autotune import entries
     from autotune import verify as verifying
     from ftkernels import backend, config, target
 
@@ -37,24 +41,29 @@ def verify(ops: tuple[str, ...], arch: str, quick: bool) -> None:
     if not has_card and not backend.interpreted():
         raise SystemExit(_interpreted("verify", *ops, "--arch", arch, *["--quick"] * quick))
     gpu = target.of_arch(int(arch)).name
-    names = [spec.name for spec in specs]
-    found = verifying.entries(config.folder(), gpu, names)
-    most = float("inf") if has_card else _QUICK_WORK if quick else _MOST_WORK
+    try:
+        folder = entries.require_folder(config.folder(), gpu)
+    except ValueError as error:
+        raise click.ClickException(str(error)) from None
+    by_key = verifying.cases(int(arch))
+    have_choice = {x.op for x in by_key.values() if len(x.candidates) > 1}
+    wrong = entries.lost(folder, [x.name for x in specs if x.name in have_choice])
+    found = entries.read(config.folder(), gpu, specs)
     if quick:
-        found = verifying.smallest_keys(found, _QUICK_KEYS)
-    with counting("verify", len(found)) as advance:
+        found = replace(found, taken=verifying.smallest_keys(found.taken, _QUICK_KEYS))
+    most = float("inf") if has_card else _QUICK_WORK if quick else _MOST_WORK
+    with counting("verify", len(found.taken) + len(found.spare)) as advance:
         checked = verifying.verify(
-            found, arch=int(arch), device="cuda" if has_card else "cpu", most_work=most,
+            found, by_key, arch=int(arch), device="cuda" if has_card else "cpu", most_work=most,
             advance=advance,
         )  # fmt: skip
-    wrong = [f"{x.op} {pairs(x.key)}: {x.error}" for x in checked if x.error]
-    wrong += [f"{x}: no entries" for x in verifying.damaged(config.folder(), gpu, names)]
+    wrong += found.wrong
+    wrong += [f"{x.op}.json: {pairs(x.key)}: {x.error}" for x in checked if x.error]
     for line in wrong:
         click.echo(line)
     ran = sum(x.ran for x in checked)
-    click.echo(f"{len(checked)} entries looked up, {ran} of them run by value")
-    if wrong:
-        raise click.ClickException(f"{len(wrong)} of {len(checked)} entries and files are wrong")
+    click.echo(f"{len(checked)} entries looked up, {ran} run by value, {len(wrong)} failed")
+    _require_none(wrong, folder)
 
 
 def _interpreted(*arguments: str) -> int:
@@ -74,20 +83,29 @@ def _interpreted(*arguments: str) -> int:
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON array instead of a table.")
 def report(ops: tuple[str, ...], arch: str, jobs: int | None, as_json: bool) -> None:
     """Before and after: each key's default and its shipped entry, and what their kernels use."""
+    from autotune import entries
     from autotune import report as reporting
     from autotune import search as searching
-    from autotune import verify as verifying
+    from autotune.report_tables import print_rows
     from ftkernels import config, target
 
     specs = chosen(ops)
     require_compiler()
     gpu = target.of_arch(int(arch)).name
-    found = searching.problems(specs, arch=int(arch))
-    shipped = verifying.entries(config.folder(), gpu, [spec.name for spec in specs])
-    entries = {(op, config.entry_key(entry["key"])): entry for op, entry in shipped}
-    with compiling(found, int(arch), state_file(gpu), jobs) as setup:
-        rows = reporting.rows(found, entries, setup)
+    problems = searching.problems(specs, arch=int(arch))
+    found = entries.read(config.folder(), gpu, specs)
+    by_key = {(op, config.entry_key(entry["key"])): entry for op, entry in found.taken}
+    with compiling(problems, int(arch), state_file(gpu), jobs) as setup:
+        rows = reporting.rows(problems, by_key, setup)
     if as_json:
         click.echo(json.dumps([row.as_dict() for row in rows]))
     else:
         print_rows(rows)
+    for line in found.wrong:
+        click.echo(f"ft-autotune: {line}", err=True)
+    _require_none(found.wrong, config.folder() / gpu)
+
+
+def _require_none(wrong: Sequence[str], folder: Path) -> None:
+    if wrong:
+        raise click.ClickException(f"{len(wrong)} entries or files of {folder} are wrong")

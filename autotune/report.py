@@ -17,13 +17,15 @@ class Side:
     """One config of a key over all launches of its cases.
 
     Args:
-        us: of all cases together, as the entry's source says: modelled or measured.
+        us: of all cases together, None where the config is unsound; `source` says whether it is
+            "modelled" or "measured".
         registers, shared_bytes: the most of any launch; `warps_per_sm` the fewest.
         spill_bytes: of all launches.
     """
 
     config: Mapping[str, object]
-    us: float
+    us: float | None
+    source: str
     registers: int
     spill_bytes: int
     shared_bytes: int
@@ -32,7 +34,11 @@ class Side:
 
 @dataclass(frozen=True)
 class Row:
-    """One key of one op; without an entry (`source` "default") both sides are the default."""
+    """One key of one op; without an entry (`source` "default") both sides are the default.
+
+    Args:
+        source: of the config that lookups give.
+    """
 
     op: str
     key: Mapping[str, int]
@@ -52,7 +58,7 @@ def rows(
     """A row for every key that has an entry or candidates, in order.
 
     Args:
-        entries: as they stand in the files, by op and key.
+        entries: what lookups take, by op and key.
     """
     kept = [x for x in found if (x.op, x.key) in entries or len(x.candidates) > 1]
     given = [_record(x, entries.get((x.op, x.key))) for x in kept]
@@ -70,12 +76,12 @@ def _rows(
     entries: Mapping[tuple[str, config.FrozenKey], Mapping[str, Any]], trials: Iterator[Trial],
 ) -> Iterator[Row]:  # fmt: skip
     for problem, record in zip(kept, given, strict=True):
-        entry = entries.get((problem.op, problem.key), {})
+        entry = entries.get((problem.op, problem.key))
         before, after = (
-            _side(x, next(trials), entry.get(us))
-            for x, us in ((problem.default, "default_us"), (record, "us"))
+            _side(x, next(trials), entry, name)
+            for x, name in ((problem.default, "default_us"), (record, "us"))
         )
-        source = str(entry.get("source", "default"))
+        source = "default" if entry is None else str(entry["source"])
         yield Row(problem.op, dict(problem.key), source, before, after)
 
 
@@ -83,11 +89,14 @@ def _record(problem: Problem, entry: Mapping[str, Any] | None) -> object:
     return problem.default if entry is None else replace(problem.default, **entry["config"])  # type: ignore[type-var]
 
 
-def _side(record: Any, trial: Trial, us: float | None) -> Side:
+def _side(record: Any, trial: Trial, entry: Mapping[str, Any] | None, name: str) -> Side:
     launches = trial.launches
+    # a trial that broke off has no time
+    us = (sum(trial.us) if trial.us else None) if entry is None else entry.get(name)
     return Side(
         config=asdict(record),
-        us=sum(trial.us) if us is None else us,
+        us=us,
+        source="modelled" if entry is None else str(entry["source"]),
         registers=max((x.registers for x in launches), default=0),
         spill_bytes=sum(x.spill_bytes for x in launches),
         shared_bytes=max((x.shared_bytes for x in launches), default=0),

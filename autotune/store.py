@@ -2,30 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from ftkernels import config
 
 Entry = Mapping[str, Any]
-
-
-def read(path: Path, op: str, gpu: str) -> list[dict[str, Any]]:
-    """The entries of a file; none when it is missing, damaged or for something else."""
-    try:
-        data = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return []
-    wanted = {"op": op, "gpu": gpu, "schema": config.SCHEMA}
-    if not isinstance(data, dict) or any(data.get(name) != x for name, x in wanted.items()):
-        return []
-    entries = data.get("entries")
-    if not isinstance(entries, list):
-        return []
-    return [x for x in entries if isinstance(x, dict) and isinstance(x.get("key"), dict)]
 
 
 def check(root: Path, gpu: str, ops: Iterable[str]) -> None:
@@ -41,55 +28,99 @@ def check(root: Path, gpu: str, ops: Iterable[str]) -> None:
             _whole(path, op, gpu)
 
 
-def _whole(path: Path, op: str, gpu: str) -> list[dict[str, Any]]:
+def _whole(path: Path, op: str, gpu: str) -> list[Entry]:
     """The entries of a file in which each is whole."""
-    wanted = f"entries of {op} for {gpu}, or no file"
     try:
         entries = config.read(path, op, gpu)
+        _require_whole(entries)
     except ValueError as error:
-        raise ValueError(f"config file {path} is damaged ({error}), expected {wanted}") from None
-    for number, entry in enumerate(entries, start=1):
-        reason = config.damage(entry)
-        if reason:
-            raise ValueError(
-                f"config file {path}: entry {number} is refused for {reason}, expected {wanted}"
-            )
+        raise ValueError(
+            f"config file {path} is damaged ({error}), expected entries of {op} for {gpu}, "
+            "or no file"
+        ) from None
     return entries
 
 
+def _require_whole(entries: Iterable[object]) -> None:
+    for number, entry in enumerate(entries, start=1):
+        reason = config.damage(entry)
+        if reason:
+            raise ValueError(f"entry {number} is ignored for {reason}")
+
+
 def merged(old: Iterable[Entry], new: Iterable[Entry], source_hash: str) -> list[Entry]:
-    """Old entries of this source with new ones in their place, by key.
+    """Entries of a file after `new` ones have come, by key and source.
 
-    What was measured is not replaced by what is modelled.
+    Of a key, a source ("measured", "modelled") and a minor version of Triton there is one entry:
+    a new one takes its versions from old ones, which go when they have none left. What is measured
+    and what is modelled stand side by side, and a lookup takes the measured where its version fits,
+    so that no process loses what it would use. Entries made from other source go.
+
+    Raises:
+        ValueError: an entry is not whole.
     """
-    kept = {_key(entry): entry for entry in old if entry.get("source_hash") == source_hash}
-    for entry in new:
-        before = kept.get(_key(entry), {})
-        if (before.get("source"), entry["source"]) != ("measured", "modelled"):
-            kept[_key(entry)] = entry
-    return [kept[key] for key in sorted(kept)]
+    old, new = list(old), list(new)
+    _require_whole([*old, *new])
+    entries = [left for entry in old if entry["source_hash"] == source_hash
+               for left in _left(entry, new)]  # fmt: skip
+    return sorted([*entries, *new], key=lambda entry: (*_place(entry), entry["triton"]))
 
 
-def _key(entry: Entry) -> config.FrozenKey:
-    return config.entry_key(entry["key"])
+def _left(old: Entry, new: Iterable[Entry]) -> Iterator[Entry]:
+    """An old entry, good for the versions of Triton that no new one of its key and source has."""
+    gone = {
+        config.minor(version) for entry in new if _place(entry) == _place(old)
+        for version in entry["triton"].split()
+    }  # fmt: skip
+    versions = [x for x in old["triton"].split() if config.minor(x) not in gone]
+    if versions:
+        yield {**old, "triton": " ".join(versions)}
+
+
+def _place(entry: Entry) -> tuple[config.FrozenKey, str]:
+    return config.entry_key(entry["key"]), entry["source"]
 
 
 def write(root: Path, gpu: str, op: str, new: Iterable[Entry], default: Callable[..., Any]) -> Path:
     """Merge entries into the file of an op; the file is replaced as a whole or not at all.
+
+    Others that write there at the same time wait.
 
     Args:
         default: of the op, see `config.made_from`.
 
     Raises:
         OSError: the folder cannot be written.
+        ValueError: what is there is not the tuner's, see `check`.
     """
     path = root / gpu / f"{op}.json"
-    entries = merged(read(path, op, gpu), new, config.made_from(op, default))
     path.parent.mkdir(parents=True, exist_ok=True)
-    lines = ",\n".join(f"    {json.dumps(entry)}" for entry in entries)
-    head = f'  "op": {json.dumps(op)},\n  "gpu": {json.dumps(gpu)},\n  "schema": {config.SCHEMA},\n'
-    half = path.with_suffix(".half")
-    half.write_text(f'{{\n{head}  "entries": [\n{lines}\n  ]\n}}\n')
-    os.replace(half, path)
+    with _alone_in(path.parent):
+        old = _whole(path, op, gpu) if path.exists() else []
+        entries = merged(old, new, config.made_from(op, default))
+        lines = ",\n".join(f"    {json.dumps(entry, allow_nan=False)}" for entry in entries)
+        head = (f'  "op": {json.dumps(op)},\n  "gpu": {json.dumps(gpu)},\n'
+                f'  "schema": {config.SCHEMA},\n')  # fmt: skip
+        _replace(path, f'{{\n{head}  "entries": [\n{lines}\n  ]\n}}\n')
     config.forget()
     return path
+
+
+@contextlib.contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Hold the folder against other processes and threads that ask for it."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _replace(path: Path, text: str) -> None:
+    half = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        half.write_text(text, encoding="utf-8")
+        os.replace(half, path)
+    finally:
+        half.unlink(missing_ok=True)

@@ -11,7 +11,6 @@ from rich.console import Console
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from autotune.report import Row
     from autotune.search import Problem
     from autotune.tune import Summary
 
@@ -87,23 +86,3 @@ def _range(gains: Sequence[float]) -> str:
         return "-"
     least, most = f"{min(gains):.0%}", f"{max(gains):.0%}"
     return most if least == most else f"{least} to {most}"
-
-
-def print_rows(rows: Sequence[Row]) -> None:
-    """Defaults and entries side by side."""
-    title = "default -> entry; us of all cases of a key, modelled (a static model) or measured"
-    table = new_table(title, ("op", "key", "entry"), ())
-    for name in ("us", "registers", "spill bytes", "shared bytes", "warps/SM"):
-        table.add_column(name, justify="right")
-    table.add_column("source")
-    for row in rows:
-        pair = (row.before, row.after)
-        changed = {k: v for k, v in row.after.config.items() if row.before.config[k] != v}
-        table.add_row(
-            row.op, pairs(row.key), pairs(changed) or "as the default",
-            " -> ".join(f"{x.us:.4g}" for x in pair), " -> ".join(str(x.registers) for x in pair),
-            " -> ".join(str(x.spill_bytes) for x in pair),
-            " -> ".join(str(x.shared_bytes) for x in pair),
-            " -> ".join(str(x.warps_per_sm) for x in pair), row.source,
-        )  # fmt: skip
-    show(table)

@@ -11,14 +11,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
 
-from autotune import store
+from triton.errors import TritonError
+
+from autotune.entries import Entry, Found
 from autotune.search import Problem, lookups, problems
 from autotune.values import disagreement
 from ftkernels import KernelSpec, config, registry, target
-from ftkernels.config import Found, FrozenKey
+from ftkernels.config import FrozenKey
 from ftkernels.spec import Case
 
 # just above the powers of two, where buckets begin
@@ -36,27 +36,9 @@ class Checked:
     ran: bool
 
 
-def entries(root: Path, gpu: str, ops: Sequence[str]) -> list[tuple[str, dict[str, Any]]]:
-    """What the files of a folder hold, the damaged ones left out, as pairs of op and entry."""
-    found = []
-    for op in ops:
-        found += [(op, entry) for entry in store.read(root / gpu / f"{op}.json", op, gpu)]
-    return found
-
-
-def damaged(root: Path, gpu: str, ops: Sequence[str]) -> list[Path]:
-    """Files of a folder that hold no entries, whatever the reason."""
-    paths = [root / gpu / f"{op}.json" for op in ops]
-    return [
-        x for x, op in zip(paths, ops, strict=True) if x.exists() and not store.read(x, op, gpu)
-    ]
-
-
-def smallest_keys(
-    found: Sequence[tuple[str, dict[str, Any]]], count: int
-) -> list[tuple[str, dict[str, Any]]]:  # fmt: skip
+def smallest_keys(found: Sequence[tuple[str, Entry]], count: int) -> list[tuple[str, Entry]]:
     """The entries of each op with the smallest products of sizes, `count` of them."""
-    kept = []
+    kept: list[tuple[str, Entry]] = []
     for op in dict.fromkeys(op for op, _ in found):
         mine = [entry for name, entry in found if name == op]
         mine.sort(key=lambda entry: math.prod(max(1, n) for n in entry["key"].values()))
@@ -64,57 +46,74 @@ def smallest_keys(
     return kept
 
 
+def cases(arch: int) -> dict[tuple[str, FrozenKey], Problem]:
+    """What the ops look up at the model's shapes, by op and key."""
+    specs = [spec for spec in registry() if spec.kernel]
+    return {(x.op, x.key): x for x in problems(specs, arch=arch)}
+
+
 def verify(
-    found: Sequence[tuple[str, Mapping[str, Any]]], *, arch: int, device: str,
+    found: Found, by_key: Mapping[tuple[str, FrozenKey], Problem], *, arch: int, device: str,
     most_work: float, advance: Callable[[str], None],
 ) -> list[Checked]:  # fmt: skip
-    """Check entries one by one.
+    """Check entries one by one, as they stand in the files that lookups read.
 
     Args:
-        found: pairs of op and entry, as they stand in the files that lookups read.
+        by_key: see `cases`.
         most_work: cases with more of it, see `work`, are looked up but not run.
-        advance: told the name of the op before each entry.
+        advance: told the name of the op after each entry.
     """
-    specs = [spec for spec in registry() if spec.kernel]
-    cases = {(x.op, x.key): x for x in problems(specs, arch=arch)}
     checked = []
-    for op, entry in found:
+    for op, entry in (*found.taken, *found.spare):
+        problem = by_key.get((op, config.entry_key(entry["key"])))
+        if problem is None:
+            error, ran = "no case of the registry looks it up", False
+        elif replace(problem.default, **entry["config"]) not in problem.candidates:  # type: ignore[type-var]
+            error, ran = "its config is neither the default nor a candidate", False
+        elif any(entry is other for _, other in found.spare):
+            error, ran = "", False
+        else:
+            error, ran = _checked(op, entry, problem, arch, device, most_work)
+        checked.append(Checked(op, entry["key"], error, ran))
         advance(op)
-        problem = cases.get((op, config.entry_key(entry["key"])))
-        checked.append(_checked(op, entry, problem, arch, device, most_work))
     return checked
 
 
 def _checked(
-    op: str, entry: Mapping[str, Any], problem: Problem | None, arch: int, device: str,
-    most_work: float,
-) -> Checked:  # fmt: skip
-    key = entry["key"]
-    if problem is None:
-        return Checked(op, key, "no case of the registry looks it up", ran=False)
+    op: str, entry: Entry, problem: Problem, arch: int, device: str, most_work: float
+) -> tuple[str, bool]:
+    """What is wrong with an entry, and whether it was run by value."""
     name, case = problem.users[0]
     by_name = {spec.name: spec for spec in registry()}
     spec, grows = by_name[name], by_name[op].grows
     case = smallest(spec, case, op, problem.key, grows, arch)
-    heard: list[Found] = []
+    heard: list[config.Found] = []
     if work(spec, case) <= most_work:
         with target.offline(arch), config.watch(heard.append):
-            error = disagreement(spec, case, device=device)
-        return Checked(op, key, error or wrong_lookup(heard, op, entry, grows), ran=True)
+            error = _wrong_values(spec, case, device)
+        return error or wrong_lookup(heard, op, entry, grows), True
     error = wrong_lookup(lookups(spec, case, arch), op, entry, grows)
     fewer = smallest(spec, case, op, problem.key, grows, arch, any_bucket=True)
     if error or work(spec, fewer) > most_work:
-        return Checked(op, key, error, ran=False)
+        return error, False
     sizes = dict(problem.key)
     record = replace(problem.default, **entry["config"])  # type: ignore[type-var]
     with target.offline(arch), config.pin(op, record), config.watch(heard.append):
-        error = disagreement(spec, fewer, device=device)
+        error = _wrong_values(spec, fewer, device)
     if not error and not any(x.op == op and _same(x.key, sizes, grows) for x in heard):
         error = "fewer rows take another path"
-    return Checked(op, key, error, ran=True)
+    return error, True
 
 
-def wrong_lookup(heard: Sequence[Found], op: str, entry: Mapping[str, Any], grows: str) -> str:
+def _wrong_values(spec: KernelSpec, case: Case, device: str) -> str:
+    try:
+        return disagreement(spec, case, device=device)
+    except (TritonError, RuntimeError, ValueError, TypeError) as error:
+        first = (str(error).splitlines() or [""])[0]
+        return f"it does not run, {type(error).__name__}: {first}"
+
+
+def wrong_lookup(heard: Sequence[config.Found], op: str, entry: Entry, grows: str) -> str:
     """Why what was looked up is not the entry; empty when it is."""
     key = config.entry_key(entry["key"])
     mine = [x for x in heard if x.op == op and config.entry_key(x.key, grows) == key]

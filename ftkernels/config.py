@@ -2,8 +2,9 @@
 
 A file `configs/<gpu>/<op>.json` holds `op`, `gpu`, `schema` and a list of `entries`. An entry holds
 `key` (sizes by name), `config` (fields that overlay the default record), `source` ("measured" or
-"modelled"), `triton` (the versions it is good for, with blanks between) and `source_hash`. What
-does not fit this process is ignored with one warning.
+"modelled"), `triton` (the versions it is good for, with blanks between) and `source_hash`. A key
+may have a measured and a modelled entry; the measured goes first. What does not fit this process
+is ignored with one warning.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import json
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -211,19 +212,41 @@ def _entries(
     except (OSError, ValueError) as error:
         warnings.warn(f"config file {path} ignored: {error}", stacklevel=5)
         return {}
-    found: dict[FrozenKey, _Entry] = {}
-    ignored: Counter[str] = Counter()
+    found, reasons = taken(entries, source, record)
+    ignored = Counter(filter(None, reasons))
+    if ignored:
+        told = ", ".join(f"{count} for {reason}" for reason, count in ignored.items())
+        warnings.warn(f"config file {path}: entries ignored, {told}", stacklevel=5)
+    return {key: _Entry(entry["config"], entry["source"]) for key, entry in found.items()}
+
+
+def taken(
+    entries: Iterable[Any], source: str, record: Callable[..., Any]
+) -> tuple[dict[FrozenKey, Any], list[str]]:
+    """What lookups of this process take of a file's entries, and what they ignore.
+
+    Of a key the measured entry goes before the modelled one. Of two that are alike in that, the
+    second is ignored.
+
+    Args:
+        source: see `made_from`.
+        record: type of the configs.
+
+    Returns:
+        The entry of each key, and for every entry why it is ignored, empty where it is not.
+    """
+    by_place: dict[tuple[str, FrozenKey], Any] = {}
+    reasons = []
     for entry in entries:
         reason = _refusal(entry, source, record)
-        if reason:
-            ignored[reason] += 1
-        else:
-            key = tuple(sorted(entry["key"].items()))
-            found[key] = _Entry(entry["config"], entry["source"])
-    if ignored:
-        reasons = ", ".join(f"{count} for {reason}" for reason, count in ignored.items())
-        warnings.warn(f"config file {path}: entries ignored, {reasons}", stacklevel=5)
-    return found
+        if not reason:
+            place = (entry["source"], entry_key(entry["key"]))
+            reason = "a key that an entry before it has" if place in by_place else ""
+            by_place.setdefault(place, entry)
+        reasons.append(reason)
+    # "modelled" comes after "measured", and so first here
+    found = {key: by_place[place, key] for place, key in sorted(by_place, reverse=True)}
+    return found, reasons
 
 
 def _check_head(data: object, op: str, gpu: str) -> None:
@@ -244,8 +267,8 @@ def _refusal(entry: object, source: str, record: Callable[..., Any]) -> str:
     assert isinstance(entry, dict)
     if entry["source_hash"] != source:
         return "another source hash"
-    if _minor(triton.__version__) not in map(_minor, entry["triton"].split()):
-        return f"a Triton other than {_minor(triton.__version__)}"
+    if minor(triton.__version__) not in map(minor, entry["triton"].split()):
+        return f"a Triton other than {minor(triton.__version__)}"
     config, types = entry["config"], get_type_hints(record)
     if set(config) - set(types):
         return "an unknown field"
@@ -266,5 +289,6 @@ def _legal(name: str, value: object, kind: Any) -> bool:
     return value <= _MOST and (is_power or not name.startswith("block_"))
 
 
-def _minor(version: str) -> str:
+def minor(version: str) -> str:
+    """A version without what comes behind its second number."""
     return ".".join(version.split(".")[:2])

@@ -1,27 +1,20 @@
-"""`ft-autotune tune`, `verify` and `report` from the shell: what they print, write and refuse.
+"""`ft-autotune tune` from the shell: what it prints, writes and refuses.
 
-Mutants tried: a dry run that compiles, exit 0 with wrong entries, sizes of a group that no case has
-let through, a folder tried after the search, a total of the first op alone.
+Mutants tried: a dry run that compiles, sizes of a group that no case has let through, a folder
+tried after the search, a total of the first op alone.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-import triton
 
-from autotune import cli, tune, verify
+from autotune import cli, tune
 from autotune.search import Choice
-from autotune.verify import Checked
-from ftkernels import backend, config
+from ftkernels import backend
 
-ROOT = Path(__file__).parents[2]
 GPU = "nvidia_geforce_rtx_4090"
 
 
@@ -181,74 +174,3 @@ def test_a_card_of_another_arch_measures_nothing(chosen, tmp_path, monkeypatch, 
     code, out, _ = _run(capsys, "tune", "swiglu_clamp", *arguments)
     assert code == 0
     assert "modelled" in out
-
-
-def _verified(monkeypatch, *checked: Checked) -> None:
-    monkeypatch.setattr(backend, "interpreted", lambda: True)
-    monkeypatch.setattr(verify, "verify", lambda found, **_: list(checked))
-    monkeypatch.setattr(verify, "damaged", lambda *_: [])
-
-
-def test_verify_lists_what_is_wrong(monkeypatch, capsys):
-    good, bad = Checked("a", {"T": 1}, "", True), Checked("b", {"T": 2}, "too far off", False)
-    _verified(monkeypatch, good, bad)
-    code, out, err = _run(capsys, "verify")
-    assert code == 1
-    assert out == "b T=2: too far off\n2 entries looked up, 1 of them run by value\n"
-    assert err.strip().splitlines()[-1] == "ft-autotune: 1 of 2 entries and files are wrong"
-    _verified(monkeypatch, good)
-    assert _run(capsys, "verify")[:2] == (0, "1 entries looked up, 1 of them run by value\n")
-
-
-def test_verify_names_files_without_entries(monkeypatch, tmp_path, capsys):
-    _verified(monkeypatch)
-    monkeypatch.setattr(verify, "damaged", lambda *_: [tmp_path / "a.json"])
-    code, out, _ = _run(capsys, "verify")
-    assert code == 1
-    assert out.startswith(f"{tmp_path / 'a.json'}: no entries\n")
-
-
-def test_verify_interprets_without_a_card(tmp_path):
-    """From a process without the interpreter: the command runs itself in one with it."""
-    tree = tmp_path / "tree"
-    for package in ("ftkernels", "autotune"):
-        (tree / package).parent.mkdir(exist_ok=True)
-        os.symlink(ROOT / package, tree / package)
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-m", "autotune", "verify", "rms_norm"], cwd=tree, text=True,
-        capture_output=True, env=environment, check=False,
-    )  # fmt: skip
-    assert done.stdout == "0 entries looked up, 0 of them run by value\n", done.stderr
-    assert done.returncode == 0
-
-
-@pytest.mark.skipif(
-    backend.interpreted(), reason="offline compiles need a process without TRITON_INTERPRET"
-)
-def test_report_shows_an_entry_beside_its_default(tmp_path, monkeypatch, capsys):
-    from ftkernels.sampling import adjust
-
-    default = adjust.default_config({"N": 20000})
-    entry = {
-        "key": {"N": 8192}, "config": {"block_n": 64, "num_warps": 2}, "us": 1.5, "default_us": 2.0,
-        "source": "modelled", "triton": triton.__version__,
-        "source_hash": config.source_hash(adjust.default_config),
-    }  # fmt: skip
-    head = {"op": "adjust_logits", "gpu": GPU, "schema": 1}
-    path = tmp_path / GPU / "adjust_logits.json"
-    path.parent.mkdir()
-    path.write_text(json.dumps({**head, "entries": [entry]}))
-    monkeypatch.setattr(config, "_ROOT", tmp_path)
-    monkeypatch.setattr(Path, "home", lambda: tmp_path)
-    code, out, _ = _run(capsys, "report", "adjust_logits", "--jobs", "1", "--json")
-    assert code == 0
-    (row,) = json.loads(out)
-    assert (row["source"], row["before"]["us"], row["after"]["us"]) == ("modelled", 2.0, 1.5)
-    assert row["before"]["config"] == vars(default)
-    assert row["after"]["config"] == {"block_n": 64, "num_warps": 2}
-    assert row["after"]["spill_bytes"] == 0
-    assert row["after"]["registers"] > 0
-    code, out, _ = _run(capsys, "report", "adjust_logits", "--jobs", "1")
-    assert "block_n=64 num_warps=2" in out
-    assert "2 -> 1.5" in out

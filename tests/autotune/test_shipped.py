@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import warnings
@@ -18,7 +19,7 @@ import pytest
 
 from autotune.search import Problem, problems
 from autotune.tune import VERSIONS, default_of
-from ftkernels import KernelSpec, backend, config, registry, target
+from ftkernels import KernelSpec, config, registry, target
 
 ROOT = Path(__file__).parents[2]
 SPECS = {spec.name: spec for spec in registry() if spec.kernel}
@@ -49,10 +50,11 @@ def _afresh():
 @pytest.mark.parametrize("op", SPECS)
 def test_every_key_with_a_choice_has_a_current_entry(op: str) -> None:
     remedy = f"run `.venv/bin/ft-autotune tune {op}` and commit ftkernels/configs"
-    entries = {config.entry_key(x["key"]): x for x in _entries(op)}  # type: ignore[arg-type]
+    entries = _entries(op)
     keys = {x.key for x in _problems(op)}
-    assert set(entries) == keys, f"{op}: entries are not those of its keys; {remedy}"
-    for entry in entries.values():
+    modelled = [config.entry_key(x["key"]) for x in entries if x["source"] == "modelled"]  # type: ignore[arg-type]
+    assert sorted(modelled) == sorted(keys), f"{op}: entries are not those of its keys; {remedy}"
+    for entry in entries:
         current = config.made_from(op, default_of(op))
         assert entry["source_hash"] == current, f"{op}: made from other source; {remedy}"
         assert set(VERSIONS.split()) <= set(str(entry["triton"]).split())
@@ -87,7 +89,9 @@ def test_the_smallest_keys_of_each_op_are_right_by_value() -> None:
     """In a process that interprets; `make test-triton` verifies all entries on each version."""
     done = subprocess.run(
         [sys.executable, "-m", "autotune", "verify", "--quick"], cwd=ROOT, text=True,
-        capture_output=True, env={**os.environ, **backend.interpreting()}, check=False,
+        capture_output=True, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    assert not done.stdout.startswith("0 entries")
+    looked_up, ran, failed = map(int, re.findall(r"\d+", done.stdout.splitlines()[-1]))
+    assert 0 < ran <= looked_up
+    assert failed == 0

@@ -1,13 +1,21 @@
 """Files of entries: what is merged, what is written, what serving reads back.
 
 Mutants tried: entries in the order they came, stale ones kept, measured ones overwritten by
-modelled ones, a file written in place.
+modelled ones and the reverse, modelled ones taken first, versions not taken from old entries, old
+entries gone with their first version, a file written in place, no lock, read before the lock, the
+half file left behind, damaged files written anew, half entries merged, a true schema taken for 1.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from random import Random
+from threading import Thread
 
 import pytest
 import triton
@@ -55,7 +63,7 @@ def test_the_same_entries_give_the_same_bytes_in_any_order(root):
     again = store.write(root / "b", GPU, "toy", entries[::-1], default_tile)
     assert path.read_bytes() == again.read_bytes()
     assert [x["key"]["T"] for x in json.loads(path.read_text())["entries"]] == [4, 64, 512]
-    assert store.read(path, "toy", GPU) == sorted(entries, key=lambda x: x["key"]["T"])
+    assert config.read(path, "toy", GPU) == sorted(entries, key=lambda x: x["key"]["T"])
 
 
 def test_new_entries_replace_those_of_their_key_only(root):
@@ -70,24 +78,46 @@ def test_stale_entries_are_left_out(root):
     assert _blocks(root) == [(8, 64)]
 
 
-def test_measured_entries_give_way_to_measured_ones_only(root):
-    store.write(root, GPU, "toy", [_entry(4, 16, source="measured")], default_tile)
+def test_measured_and_modelled_entries_stand_side_by_side(root):
+    store.write(root, GPU, "toy", [_entry(4, 16, source="measured", triton="3.1")], default_tile)
     store.write(root, GPU, "toy", [_entry(4, 32)], default_tile)
-    assert _blocks(root) == [(4, 16)]
+    assert _blocks(root) == [(4, 16), (4, 32)]
     store.write(root, GPU, "toy", [_entry(4, 64, source="measured")], default_tile)
-    assert _blocks(root) == [(4, 64)]
+    assert _blocks(root) == [(4, 64), (4, 32)]
+    with target.offline(89):
+        assert config.lookup("toy", {"T": 3, "I": 8}, default_tile, grows="T") == Tile(64, 2)
 
 
-@pytest.mark.parametrize(
-    "content", [b"", b"\xff", b"[]", b'{"op": "toy"}', b'{"op": "other", "entries": []}'], ids=str
-)
-def test_a_damaged_or_foreign_file_is_written_anew(content, root):
-    path = root / GPU / "toy.json"
-    path.parent.mkdir()
-    path.write_bytes(content)
-    assert store.read(path, "toy", GPU) == []
-    store.write(root, GPU, "toy", [_entry(4, 16)], default_tile)
-    assert _blocks(root) == [(4, 16)]
+@pytest.mark.filterwarnings("ignore:config file")
+@pytest.mark.parametrize("seed", range(5))
+def test_no_process_loses_what_it_would_use(seed, root, monkeypatch):
+    """Against a table of what each version of Triton last got, by key and source."""
+    random, table = Random(seed), {}
+    versions = ["3.6", "3.7", "3.8", "3.9"]
+    for block in range(1, 13):
+        t, source = random.choice([1, 4]), random.choice(["measured", "modelled"])
+        good_for = random.sample(versions, random.randint(1, 3))
+        written = " ".join(f"{x}.{random.randint(0, 9)}" for x in good_for)
+        entry = _entry(t, block, source=source, triton=written)
+        store.write(root, GPU, "toy", [entry], default_tile)
+        table |= {(t, source, version): block for version in good_for}
+        for version in versions:
+            monkeypatch.setattr(triton, "__version__", f"{version}.1")
+            for t in (1, 4):
+                expected = table.get((t, "modelled", version), 16)  # the default's
+                expected = table.get((t, "measured", version), expected)
+                config.forget()
+                with target.offline(89):
+                    found = config.lookup("toy", {"T": t, "I": 8}, default_tile, grows="T")
+                assert found.block == expected
+
+
+@pytest.mark.parametrize("half", [7, {"key": {"T": [4]}}, _entry(4, 16, config=None)], ids=str)
+def test_half_entries_are_not_merged(half):
+    with pytest.raises(ValueError, match=r"^entry 2 is ignored for "):
+        store.merged([_entry(4, 16), half], [], HASH)
+    with pytest.raises(ValueError, match=r"^entry 3 is ignored for "):
+        store.merged([_entry(4, 16), _entry(8, 16)], [half], HASH)
 
 
 REFUSED = {
@@ -101,7 +131,7 @@ REFUSED = {
     "deep": (b"[" * 10**5, "is damaged (it is nested too deeply)"),
     "half an entry": (
         json.dumps({"op": "toy", "gpu": GPU, "schema": 1, "entries": [{"key": {"T": 1}}]}).encode(),
-        ": entry 1 is refused for a damaged entry",
+        "is damaged (entry 1 is ignored for a damaged entry)",
     ),
 }  # fmt: skip
 
@@ -111,13 +141,17 @@ def test_what_is_not_the_tuners_is_refused(content, told, root):
     path = root / GPU / "toy.json"
     path.parent.mkdir()
     path.write_bytes(content)
-    with pytest.raises(ValueError, match="config file") as refused:
-        store.check(root, GPU, ["fine", "toy"])
-    space = "" if told.startswith(":") else " "
-    assert str(refused.value) == (
-        f"config file {path}{space}{told}, expected entries of toy for {GPU}, or no file"
-    )
+    sentence = f"config file {path} {told}, expected entries of toy for {GPU}, or no file"
+    for refuse in (
+        lambda: store.check(root, GPU, ["fine", "toy"]),
+        lambda: store.write(root, GPU, "toy", [_entry(4, 16)], default_tile),
+    ):
+        with pytest.raises(ValueError, match="config file") as refused:
+            refuse()
+        assert str(refused.value) == sentence
     store.check(root, GPU, ["fine"])
+    assert path.read_bytes() == content
+    assert os.listdir(path.parent) == ["toy.json"]
 
 
 def test_stale_entries_are_the_tuners_all_the_same(root):
@@ -125,14 +159,52 @@ def test_stale_entries_are_the_tuners_all_the_same(root):
     store.check(root, GPU, ["toy"])
 
 
-def test_a_failed_write_leaves_the_file_as_it_was(root, monkeypatch):
+@pytest.mark.parametrize("culprit", ["replace", "write_text"])
+def test_a_failed_write_leaves_the_file_as_it_was(culprit, root, monkeypatch):
     path = store.write(root, GPU, "toy", [_entry(4, 16)], default_tile)
     before = path.read_bytes()
 
-    def fail(*args: object) -> None:
+    def fail(*args: object, **kwargs: object) -> None:
+        if culprit == "write_text":
+            (path.parent / f".toy.json.{os.getpid()}").touch()
         raise OSError("full")
 
-    monkeypatch.setattr(os, "replace", fail)
+    monkeypatch.setattr(os if culprit == "replace" else Path, culprit, fail)
     with pytest.raises(OSError, match="full"):
         store.write(root, GPU, "toy", [_entry(8, 16)], default_tile)
     assert path.read_bytes() == before
+    assert os.listdir(path.parent) == ["toy.json"]
+
+
+def test_writers_at_the_same_time_lose_nothing_of_each_other(root, monkeypatch):
+    """Processes and threads alike hold the folder; each reads slowly what it will replace."""
+    read = config.read
+
+    def slowly(*args: object) -> list[object]:
+        found = read(*args)  # type: ignore[arg-type]
+        time.sleep(0.01)
+        return found
+
+    monkeypatch.setattr(config, "read", slowly)
+    store.write(root, GPU, "toy", [], default_tile)
+    sizes = [1 << n for n in range(10)]
+    with ThreadPoolExecutor(5) as pool:
+        list(
+            pool.map(lambda t: store.write(root, GPU, "toy", [_entry(t, 16)], default_tile), sizes)
+        )
+    assert _blocks(root) == [(t, 16) for t in sizes]
+
+
+def test_a_writer_waits_for_another_process(root):
+    store.write(root, GPU, "toy", [_entry(4, 16)], default_tile)
+    descriptor = os.open(root / GPU, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    waiting = Thread(
+        target=store.write, args=(root, GPU, "toy", [_entry(8, 16)], default_tile), daemon=True
+    )
+    waiting.start()
+    waiting.join(0.1)
+    assert _blocks(root) == [(4, 16)]
+    os.close(descriptor)
+    waiting.join(5)
+    assert _blocks(root) == [(4, 16), (8, 16)]

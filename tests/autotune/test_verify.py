@@ -1,7 +1,8 @@
 """Entries checked by value, through the lookup of serving; what is wrong is named.
 
 Mutants tried: the lookup not heard, its source not compared, any bucket taken for the entry's,
-values not compared, the config not pinned for fewer rows, sizes left as they are.
+values not compared, the config not pinned for fewer rows, sizes left as they are, any config let
+through, entries behind measured ones run, an op that ends in an error ending the command.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from dataclasses import replace
 import pytest
 import torch
 import triton
+from triton.runtime.errors import OutOfResources
 
-from autotune import search, verify
+from autotune import entries, search, verify
 from ftkernels import config
 from tests.autotune.toy import HOST, TOY, Tile, default_tile
 
@@ -31,20 +33,22 @@ def check(tmp_path, monkeypatch):
     monkeypatch.setattr(config, "_ROOT", tmp_path)
     config.forget()
 
-    def run(*entries: dict[str, object], spec=TOY, most_work=1e9) -> list[verify.Checked]:
+    def run(*given: dict[str, object], spec=TOY, most_work=1e9) -> list[verify.Checked]:
         for module in (search, verify):
             monkeypatch.setattr(module, "registry", lambda: (spec, HOST))
         path = tmp_path / GPU / "toy.json"
         path.parent.mkdir(exist_ok=True)
         head = {"op": "toy", "gpu": GPU, "schema": config.SCHEMA}
-        path.write_text(json.dumps({**head, "entries": list(entries)}))
+        path.write_text(json.dumps({**head, "entries": given}))
         config.forget()
-        found = verify.entries(tmp_path, GPU, ["toy", "host"])
+        found = entries.read(tmp_path, GPU, [spec, HOST])
+        assert found.wrong == []
         told: list[str] = []
         checked = verify.verify(
-            found, arch=89, device="cpu", most_work=most_work, advance=told.append
-        )
-        assert told == ["toy"] * len(entries)
+            found, verify.cases(89), arch=89, device="cpu", most_work=most_work,
+            advance=told.append,
+        )  # fmt: skip
+        assert told == ["toy"] * len(given)
         return checked
 
     yield run
@@ -60,28 +64,42 @@ def test_an_entry_that_only_another_op_looks_up_is_run_there(check):
     assert (checked.error, checked.ran) == ("", True)
 
 
-@pytest.mark.filterwarnings("ignore:config file")
-@pytest.mark.parametrize(
-    "change", [{"source_hash": "0" * 16}, {"triton": "3.1"}, {"config": {"num_warps": 3}}], ids=str
-)
-def test_an_entry_that_serving_ignores_is_wrong(change, check):
-    (checked,) = check({**ENTRY, **change})
-    assert checked.error.startswith("the lookup gives Tile(")
-    assert "(default)" in checked.error
+def test_a_config_that_nothing_proposes_is_wrong(check):
+    (checked,) = check({**ENTRY, "config": {"block": 32, "num_warps": 2}})
+    assert checked.error == "its config is neither the default nor a candidate"
+    assert not checked.ran
+    default = vars(default_tile({"T": 300}))
+    (checked,) = check({**ENTRY, "config": default})
+    assert (checked.error, checked.ran) == ("", True)
 
 
-def test_an_entry_behind_another_of_its_key_is_wrong(check):
-    first, second = check(ENTRY, {**ENTRY, "config": {"block": 64, "num_warps": 8}})
-    assert first.error == "the lookup gives Tile(block=64, num_warps=8) (modelled)"
-    assert second.error == ""
+def test_an_entry_behind_a_measured_one_is_looked_at_but_not_run(check):
+    measured = {**ENTRY, "source": "measured", "config": {"block": 64, "num_warps": 8}}
+    first, second = check(ENTRY, measured, spec=_wrong_with(32))
+    assert [(x.error, x.ran) for x in (first, second)] == [("", True), ("", False)]
+    (_, second) = check(measured, {**ENTRY, "config": {"block": 1, "num_warps": 8}})
+    assert second.error == "its config is neither the default nor a candidate"
 
 
-def test_an_entry_that_equals_the_default_is_not_the_default(check):
-    """The config alone would not show that the entry is ignored."""
-    same = {**ENTRY, "config": vars(default_tile({"T": 300})), "triton": "3.1"}
-    with pytest.warns(UserWarning, match="config file"):
-        (checked,) = check(same)
-    assert checked.error == "the lookup gives Tile(block=64, num_warps=4) (default)"
+def test_a_lookup_that_gives_something_else_is_wrong():
+    """The source counts: the config alone would not show that an entry is ignored."""
+    given = config.Found("toy", {"T": 300, "I": 128}, Tile(32, 8), "default")
+    told = "the lookup gives Tile(block=32, num_warps=8) (default)"
+    assert verify.wrong_lookup([given], "toy", ENTRY, "T") == told
+    given = config.Found("toy", {"T": 300, "I": 128}, Tile(64, 8), "modelled")
+    told = "the lookup gives Tile(block=64, num_warps=8) (modelled)"
+    assert verify.wrong_lookup([given], "toy", ENTRY, "T") == told
+
+
+@pytest.mark.parametrize("most_work", [1e9, 11000.0], ids=["whole", "fewer rows"])
+def test_an_op_that_does_not_run_is_wrong(most_work, check):
+    def toy(x: torch.Tensor) -> torch.Tensor:
+        if config.lookup("toy", _sizes(x), default_tile, grows="T").block == 32 and not x.is_meta:
+            raise OutOfResources(2, 1, "shared memory")
+        return 2 * x
+
+    (checked,) = check(ENTRY, spec=replace(TOY, op=toy), most_work=most_work)
+    assert checked.error.startswith("it does not run, OutOfResources: out of resource: shared mem")
 
 
 def test_an_entry_for_no_case_is_wrong(check):
@@ -101,12 +119,15 @@ def test_an_exact_key_is_not_its_bucket(check):
     assert checked.error == "no case of the registry looks it up"
 
 
+def _sizes(x: torch.Tensor) -> dict[str, int]:
+    return {"T": x.shape[0], "I": x.shape[1]}
+
+
 def _wrong_with(block: int):
     """An op that is wrong with one config only."""
 
     def toy(x: torch.Tensor) -> torch.Tensor:
-        sizes = {"T": x.shape[0], "I": x.shape[1]}
-        record = config.lookup("toy", sizes, default_tile, grows="T")
+        record = config.lookup("toy", _sizes(x), default_tile, grows="T")
         return 2 * x + (record.block == block)
 
     return replace(TOY, op=toy)
@@ -123,9 +144,12 @@ def test_wrong_values_are_found(most_work, check):
 def test_too_large_a_case_is_looked_up_only(check):
     (checked,) = check(ENTRY, spec=_wrong_with(32), most_work=1.0)
     assert (checked.error, checked.ran) == ("", False)
-    with pytest.warns(UserWarning, match="config file"):
-        (checked,) = check({**ENTRY, "triton": "3.1"}, most_work=1.0)
-    assert checked.error.startswith("the lookup gives")
+
+
+def test_too_large_a_case_is_looked_up_all_the_same(check, monkeypatch):
+    monkeypatch.setattr(verify, "lookups", lambda *_: [])
+    (checked,) = check(ENTRY, most_work=1.0)
+    assert (checked.error, checked.ran) == ("the op does not look it up", False)
 
 
 def test_sizes_shrink_as_far_as_the_key_allows(monkeypatch):
@@ -144,11 +168,3 @@ def test_the_smallest_keys_of_each_op_are_quick():
     found = [("a", {"key": {"T": t, "I": 3}}) for t in (8, 1, 4)] + [("b", {"key": {"T": 9}})]
     kept = verify.smallest_keys(found, 2)
     assert [(op, entry["key"]["T"]) for op, entry in kept] == [("a", 1), ("a", 4), ("b", 9)]
-
-
-def test_files_without_entries_are_named(tmp_path):
-    path = tmp_path / GPU / "toy.json"
-    path.parent.mkdir()
-    path.write_text("{")
-    assert verify.entries(tmp_path, GPU, ["toy", "host"]) == []
-    assert verify.damaged(tmp_path, GPU, ["toy", "host"]) == [path]

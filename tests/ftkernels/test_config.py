@@ -2,7 +2,9 @@
 
 Mutants tried: bucket rounded down, an entry replacing the whole record, hash unchecked, warning
 repeated at each lookup, booleans taken for sizes, pins leaking out of their context, pins without
-their key, the first version of several only, the op's own module not hashed.
+their key, the first version of several only, the op's own module not hashed, the modelled entry
+taken before the measured, the last of two alike taken, two alike without a word, nesting and NaN
+not caught.
 """
 
 from __future__ import annotations
@@ -181,7 +183,23 @@ def test_t13_a_truncated_file_is_ignored_with_one_warning(keep, store):
     assert len(caught) == 1
 
 
-@pytest.mark.parametrize("content", [b"\xff\xfe\x00", b"[]", b"null", b"{}"], ids=str)
+DAMAGED = {
+    "no text": b"\xff\xfe\x00",
+    "a list": b"[]",
+    "null": b"null",
+    "empty": b"{}",
+    "deep lists": b"[" * 100_000,
+    "deep objects": b'{"a":' * 100_000,
+    "a deep entry": b'{"schema": 1, "entries": [' + b"[" * 100_000,
+    "no number": b'{"schema": NaN}',
+    "no number of an entry": b'{"schema": 1, "entries": [{"us": -Infinity}]}',
+    "a number of 5000 digits": b'{"schema": ' + b"9" * 5000 + b"}",
+    "a true schema": b'{"op": "some_op", "gpu": "nvidia_geforce_rtx_4090", "schema": true, '
+                     b'"entries": []}',
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("content", DAMAGED.values(), ids=DAMAGED)
 def test_t13_a_damaged_file_is_ignored_with_one_warning(content, store):
     store.path.write_bytes(content)
     config.forget()
@@ -194,6 +212,34 @@ def test_an_entry_that_is_no_object_spoils_no_other(store):
     store.write(7, None, store.entry)
     with pytest.warns(UserWarning, match="entries ignored, 2 for not being an object"):
         assert _lookup(T=512, I=48).block_i == 256
+
+
+@pytest.mark.parametrize("source", ["measured", "modelled"])
+def test_of_two_entries_alike_the_second_is_ignored_with_a_warning(source, store):
+    first = {**store.entry, "source": source}
+    swapped = {"T": 512, "I": 48}
+    store.write(first, {**first, "key": swapped, "config": {"block_i": 128}})
+    with pytest.warns(UserWarning, match="1 for a key that an entry before it has") as caught:
+        assert _lookup(T=512, I=48).block_i == 256
+    assert len(caught) == 1
+
+
+@pytest.mark.parametrize("measured_first", [True, False], ids=str)
+def test_what_is_measured_goes_before_what_is_modelled(measured_first, store):
+    modelled = {**store.entry, "source": "modelled", "config": {"num_warps": 8}}
+    store.write(*[store.entry, modelled][:: 1 if measured_first else -1])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert _lookup(T=512, I=48) == Tiles(256, 48, 4)
+    store.write({**store.entry, "triton": "9.1"}, modelled)
+    with pytest.warns(UserWarning, match="1 for a Triton other than"):
+        assert _lookup(T=512, I=48) == Tiles(64, 48, 8)
+
+
+@pytest.mark.parametrize("size", [1 << 63, -(10**4000)], ids=["of 64 bits", "of 4000 digits"])
+def test_huge_sizes_of_a_key_spoil_no_other(size, store):
+    store.write({**store.entry, "key": {"T": size, "I": 48}}, store.entry)
+    assert _lookup(T=512, I=48).block_i == 256
 
 
 def test_good_files_warn_of_nothing(store):

@@ -1,0 +1,101 @@
+"""The entries of a folder: what lookups take of them, what they ignore, and what is missing."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from ftkernels import KernelSpec, config, registry
+
+Entry = Mapping[str, Any]
+_MOST_US = 1e12  # of any call, eleven days
+
+
+@dataclass(frozen=True)
+class Found:
+    """Entries with the names of their ops.
+
+    Args:
+        taken: what lookups of this process take.
+        spare: modelled ones behind a measured one of their key, for another Triton.
+        wrong: a sentence for each file that cannot be read and each entry that is ignored or has
+            no figures.
+    """
+
+    taken: list[tuple[str, Entry]] = field(default_factory=list)
+    spare: list[tuple[str, Entry]] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+
+
+def read(root: Path, gpu: str, specs: Sequence[KernelSpec]) -> Found:
+    """What the files of the named ops hold; an op may have none."""
+    found = Found()
+    for spec in specs:
+        path = root / gpu / f"{spec.name}.json"
+        if not path.exists():
+            continue
+        try:
+            entries = config.read(path, spec.name, gpu)
+        except (OSError, ValueError) as error:
+            found.wrong.append(f"{path.name}: ignored, {error}")
+            continue
+        if not entries:
+            found.wrong.append(f"{path.name}: no entries")
+        assert spec.default is not None
+        source, record = config.made_from(spec.name, spec.default), get_type_hints(spec.default)
+        taken, reasons = config.taken(entries, source, record["return"])
+        is_taken = {id(entry) for entry in taken.values()}
+        for number, (entry, reason) in enumerate(zip(entries, reasons, strict=True), start=1):
+            wrong = f"ignored for {reason}" if reason else _wrong_figures(entry)
+            if wrong:
+                found.wrong.append(f"{path.name}: {_name(entry, number)}: {wrong}")
+            else:
+                (found.taken if id(entry) in is_taken else found.spare).append((spec.name, entry))
+    return found
+
+
+def _name(entry: object, number: int) -> str:
+    key = entry.get("key") if isinstance(entry, dict) else None
+    if not isinstance(key, dict):
+        return f"entry {number}"
+    return " ".join(f"{name}={size}" for name, size in key.items())
+
+
+def _wrong_figures(entry: Entry) -> str:
+    """What is wrong with the times of an entry; lookups do not read them."""
+    for name in ("us", "default_us"):
+        us: Any = entry.get(name)
+        is_time = type(us) in (int, float) and 0 < us < _MOST_US
+        # without a sound default there is none
+        if not is_time and (name == "us" or us is not None):
+            return f"{name} is {us!r}, expected microseconds above 0"
+    return ""
+
+
+def require_folder(root: Path, gpu: str) -> Path:
+    """The folder of a card.
+
+    Raises:
+        ValueError: it is missing or holds nothing.
+    """
+    folder = root / gpu
+    if not folder.is_dir() or not any(folder.iterdir()):
+        wrong = "empty" if folder.is_dir() else "missing"
+        raise ValueError(f"config folder {folder} is {wrong}, expected a file for each op")
+    return folder
+
+
+def lost(folder: Path, ops: Collection[str]) -> list[str]:
+    """A sentence for each file that is missing, and for each that no op has.
+
+    Args:
+        ops: those that should have one.
+    """
+    there = {path.name for path in folder.iterdir()}
+    known = {f"{spec.name}.json" for spec in registry() if spec.kernel}
+    strays = [f"{name}: no op of the library has this file" for name in sorted(there - known)]
+    missing = [op for op in ops if f"{op}.json" not in there]
+    return strays + [f"{op}.json: missing, expected what `ft-autotune tune {op}` writes"
+                     for op in missing]  # fmt: skip

@@ -1,0 +1,165 @@
+"""`ft-autotune verify` and `report` from the shell: what they print and how they end.
+
+Mutants tried: exit 0 with wrong entries, ignored entries left out of the list, a missing folder
+that passes, a missing file that passes, strays let be, wrong entries counted among those looked up
+only, `report` silent about them, every key run with `--quick`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import triton
+
+import ftkernels
+from autotune import cli, entries, search, verify
+from ftkernels import backend, config
+from tests.autotune.toy import HOST, TOY, default_tile
+
+GPU = "nvidia_geforce_rtx_4090"
+GOOD = {
+    "key": {"I": 128, "T": 512}, "config": {"block": 32, "num_warps": 8}, "us": 1.0,
+    "source": "modelled", "triton": triton.__version__,
+    "source_hash": config.source_hash(default_tile),
+}  # fmt: skip
+SMALL = {**GOOD, "key": {"I": 7, "T": 16}}
+needs_compiler = pytest.mark.skipif(
+    backend.interpreted(), reason="offline compiles need a process without TRITON_INTERPRET"
+)
+
+
+def _run(capsys, *args: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as end:
+        cli.main(args)
+    out, err = capsys.readouterr()
+    return int(end.value.code or 0), out, err
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """Where lookups read, and the file of `toy` belongs."""
+    monkeypatch.setattr(config, "_ROOT", tmp_path)
+    monkeypatch.setattr(backend, "interpreted", lambda: True)
+    for module in (ftkernels, search, verify, entries):
+        monkeypatch.setattr(module, "registry", lambda: (TOY, HOST))
+    (tmp_path / GPU).mkdir()
+    config.forget()
+    yield tmp_path / GPU
+    config.forget()
+
+
+def _write(folder: Path, *found: object, op: str = "toy") -> None:
+    head = {"op": "toy", "gpu": GPU, "schema": config.SCHEMA}
+    (folder / f"{op}.json").write_text(json.dumps({**head, "entries": found}))
+
+
+def test_good_entries_pass(folder, capsys):
+    _write(folder, GOOD, SMALL)
+    expected = "2 entries looked up, 2 run by value, 0 failed\n"
+    assert _run(capsys, "verify")[:2] == (0, expected)
+    assert _run(capsys, "verify", "--quick")[:2] == (0, expected.replace("2", "1"))
+
+
+@pytest.mark.filterwarnings("ignore:config file")
+def test_what_is_wrong_is_listed_and_counted(folder, capsys):
+    _write(folder, GOOD, {**SMALL, "triton": "3.1"}, {**GOOD, "key": {"I": 5, "T": 512}}, 7)
+    (folder / "other.json").touch()
+    (folder / ".toy.json.12").touch()
+    code, out, err = _run(capsys, "verify")
+    minor = ".".join(triton.__version__.split(".")[:2])
+    assert code == 1
+    assert out.splitlines() == [
+        ".toy.json.12: no op of the library has this file",
+        "other.json: no op of the library has this file",
+        f"toy.json: I=7 T=16: ignored for a Triton other than {minor}",
+        "toy.json: entry 4: ignored for not being an object",
+        "toy.json: I=5 T=512: no case of the registry looks it up",
+        "2 entries looked up, 1 run by value, 5 failed",
+    ]
+    assert err.strip() == f"ft-autotune: 5 entries or files of {folder} are wrong"
+
+
+@pytest.mark.parametrize("arch", ["89", "90"])
+def test_a_folder_without_files_is_one_sentence(arch, folder, capsys):
+    """That of another card is missing, that of this one empty."""
+    where, how = (folder, "empty") if arch == "89" else (folder.parent / "nvidia_h200", "missing")
+    code, out, err = _run(capsys, "verify", "--arch", arch)
+    assert (code, out) == (1, "")
+    assert err == f"ft-autotune: config folder {where} is {how}, expected a file for each op\n"
+
+
+def test_an_op_that_has_a_choice_has_a_file_of_entries(folder, capsys):
+    _write(folder, op="host")
+    code, out, _ = _run(capsys, "verify")
+    assert code == 1
+    assert out.splitlines()[:2] == [
+        "toy.json: missing, expected what `ft-autotune tune toy` writes",
+        "host.json: ignored, op is 'toy', expected 'host'",
+    ]
+    (folder / "host.json").unlink()
+    _write(folder)
+    code, out, _ = _run(capsys, "verify")
+    assert (code, out.splitlines()[0]) == (1, "toy.json: no entries")
+
+
+def test_verify_interprets_without_a_card(folder, monkeypatch, capsys):
+    """From a process without the interpreter: the command runs itself in one with it."""
+    ran = []
+
+    def run(command, *, env, check):
+        ran.append((command, env))
+        return subprocess.CompletedProcess(command, 3)
+
+    monkeypatch.setattr(backend, "interpreted", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(subprocess, "run", run)
+    assert _run(capsys, "verify", "toy", "--quick")[0] == 3
+    ((command, env),) = ran
+    expected = [sys.executable, "-m", "autotune", "verify", "toy", "--arch", "89", "--quick"]
+    assert command == expected
+    assert env == {**os.environ, **backend.interpreting()}
+
+
+@needs_compiler
+@pytest.mark.filterwarnings("ignore:config file")
+def test_report_shows_an_entry_beside_its_default(tmp_path, monkeypatch, capsys):
+    from ftkernels.sampling import adjust
+
+    default = adjust.default_config({"N": 20000})
+    entry = {
+        "key": {"N": 8192}, "config": {"block_n": 64, "num_warps": 2}, "us": 1.5, "default_us": 2.0,
+        "source": "measured", "triton": triton.__version__,
+        "source_hash": config.source_hash(adjust.default_config),
+    }  # fmt: skip
+    head = {"op": "adjust_logits", "gpu": GPU, "schema": 1}
+    path = tmp_path / GPU / "adjust_logits.json"
+    path.parent.mkdir()
+    path.write_text(json.dumps({**head, "entries": [{"key": 3}, entry]}))
+    monkeypatch.setattr(config, "_ROOT", tmp_path)
+    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    code, out, err = _run(capsys, "report", "adjust_logits", "--jobs", "1", "--json")
+    assert code == 1
+    assert err.splitlines()[-2:] == [
+        "ft-autotune: adjust_logits.json: entry 1: ignored for a damaged key",
+        f"ft-autotune: 1 entries or files of {path.parent} are wrong",
+    ]
+    (row,) = json.loads(out)
+    assert (row["source"], row["before"]["us"], row["after"]["us"]) == ("measured", 2.0, 1.5)
+    assert [row[side]["source"] for side in ("before", "after")] == ["measured"] * 2
+    assert row["before"]["config"] == vars(default)
+    assert row["after"]["config"] == {"block_n": 64, "num_warps": 2}
+    assert row["after"]["spill_bytes"] == 0
+    assert row["after"]["registers"] > 0
+
+    path.write_text(json.dumps({**head, "entries": [{**entry, "default_us": None}]}))
+    code, out, _ = _run(capsys, "report", "adjust_logits", "--jobs", "1")
+    assert code == 0
+    assert "block_n=64" in out
+    assert "- -> 1.5" in out
+    assert max(map(len, out.splitlines())) <= 100
