@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
-
 import click
-
-from ftruntime.cli.group import FAILED
 
 
 @click.command()
@@ -17,16 +13,6 @@ def doctor(as_json: bool) -> int:
     A line each: ok, warning (works with a loss) or failed, with a remedy. Exit code 1 when one
     failed. Needs no GPU; with one, it page-locks memory and times copies to each card.
     """
-    from ftruntime.doctor import checkup
+    from ftruntime.doctor import examine
 
-    found = checkup()
-    broken = any(check.state == "failed" for check in found)
-    if as_json:
-        value = {"ok": not broken, "checks": [check.to_dict() for check in found]}
-        click.echo(json.dumps(value))
-        return FAILED if broken else 0
-    width = max(len(check.name) for check in found)
-    for check in found:
-        remedy = f"\n{'':{width + 11}}{check.remedy}" if check.remedy else ""
-        click.echo(f"{check.state:7}  {check.name:{width}}  {check.found}{remedy}")
-    return FAILED if broken else 0
+    return examine(click.echo, as_json=as_json)

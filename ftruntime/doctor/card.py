@@ -96,6 +96,8 @@ def found_cards() -> tuple[list[Card], list[Check]]:
     except RuntimeError as error:
         remedy = "Restart the machine if the driver was updated; else install it again."
         return [], [failed("cards", error, remedy)]
+    except Exception as error:  # a broken package raises anything
+        return [], [failed("cards", error, "Install nvidia-ml-py again.")]
     if not cards:
         return [], [Check("cards", "the driver sees none", facts={"cards": 0})]
     return cards, [_of(number, card) for number, card in enumerate(cards)]
@@ -123,7 +125,7 @@ def torch_checks(cards: Sequence[Card]) -> list[Check]:
     name = "torch device"
     try:
         import torch
-    except (ImportError, OSError) as error:
+    except Exception as error:  # a broken torch raises anything
         return [failed(name, error, "Install torch again: it cannot be imported.")]
     if not torch.cuda.is_available():
         build = torch.version.cuda
@@ -186,7 +188,7 @@ def _memory(name: str, num_bytes: int, *, pinned: bool) -> Check:
             locked = memory.pinned_bytes
         finally:
             memory.close()
-    except (MemoryError, RuntimeError, ImportError) as error:
+    except Exception as error:  # memory that is refused, or a broken package
         return failed(name, error, remedy)
     facts = {"num_bytes": num_bytes, "pinned_bytes": locked}
     if not same or locked != (num_bytes if pinned else 0):

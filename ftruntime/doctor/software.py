@@ -1,4 +1,4 @@
-"""Python and packages, by their metadata: nothing is imported."""
+"""Python and packages: their versions by metadata, and whether the small ones can be imported."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ SERVE: Final = (
     "safetensors", "nvidia-ml-py", "tokenizers", "fastapi", "uvicorn", "pydantic",
     "prometheus-client", "click", "rich", "msgspec",
 )  # fmt: skip
+_MODULES: Final = {"nvidia-ml-py": "pynvml", "prometheus-client": "prometheus_client"}
+_LARGE: Final = ("torch", "triton")  # what uses them imports them
 
 
 def checks() -> list[Check]:
@@ -40,17 +42,29 @@ def python() -> Check:
 
 
 def version(name: str) -> str | None:
-    """Version of an installed distribution."""
+    """Version of an installed distribution; None also where its metadata cannot be read."""
     try:
         return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
+    except Exception:  # metadata that is damaged raises whatever its parser does
         return None
+
+
+def fault(name: str) -> str | None:
+    """What importing a distribution raises, in a line; None when it can be imported."""
+    try:
+        importlib.import_module(_MODULES.get(name, name))
+    except Exception as error:  # a broken package raises anything
+        return f"{type(error).__name__}: {error}".splitlines()[0]
+    return None
 
 
 def package(name: str) -> Check:
     found = version(name)
     if found is None:
         return Check(name, "not installed", "failed", f"pip install '{DISTRIBUTION}'.")
+    if name not in _LARGE and (broken := fault(name)):
+        remedy = f"Install {name} again: it cannot be imported."
+        return Check(name, f"{found}, {broken}", "failed", remedy, {"version": found})
     return Check(name, found, facts={"version": found})
 
 
@@ -67,11 +81,17 @@ def library() -> Check:
 def extras() -> Check:
     """What `ftruntime serve` needs besides."""
     missing = [name for name in SERVE if version(name) is None]
-    if missing:
-        remedy = f"pip install '{DISTRIBUTION}[serve]' for `ftruntime serve`."
-        return Check("serve packages", f"missing: {', '.join(missing)}", "warning", remedy,
-                     {"missing": missing})  # fmt: skip
-    return Check("serve packages", "all installed", facts={"missing": []})
+    faults = {name: fault(name) for name in SERVE if name not in missing}
+    broken = {name: words for name, words in faults.items() if words is not None}
+    facts = {"missing": missing, "broken": broken}
+    if not missing and not broken:
+        return Check("serve packages", "all installed", facts=facts)
+    told = [f"missing: {', '.join(missing)}"] if missing else []
+    told += [f"broken: {name} ({words})" for name, words in broken.items()]
+    remedy = f"pip install '{DISTRIBUTION}[serve]' for `ftruntime serve`."
+    if broken:
+        remedy = f"pip install --force-reinstall {' '.join(broken)} for `ftruntime serve`."
+    return Check("serve packages", "; ".join(told), "warning", remedy, facts)
 
 
 def triton_fits() -> Check:
@@ -98,7 +118,7 @@ def triton_fits() -> Check:
 def _requirements(name: str) -> Sequence[str]:
     try:
         return importlib.metadata.requires(name) or ()
-    except importlib.metadata.PackageNotFoundError:
+    except Exception:  # as above
         return ()
 
 

@@ -1,7 +1,8 @@
 """`ftruntime doctor`: its lines, its JSON and its exit code.
 
-Mutants tried: exit code 0 with a failed check, 1 for a warning, checks that need torch run without
-it, remedies left out.
+Mutants tried: no way to `doctor` without click, our own import errors in one sentence, a host that
+cannot be looked at raised, exit code 0 with a failed check, 1 for a warning, checks that need torch
+run without it, remedies left out.
 """
 
 from __future__ import annotations
@@ -63,6 +64,46 @@ def test_nothing_is_imported_that_is_missing(monkeypatch):
     found = {check.name: check.state for check in doctor.checkup()}
     assert found["torch"] == "failed"
     assert "cores" in found
+
+
+def _broken(*words: str, modules: str) -> subprocess.CompletedProcess[str]:
+    """`ftruntime` where these modules cannot be imported."""
+    code = (
+        f"import sys; sys.modules |= dict.fromkeys({modules.split()})\n"
+        f"sys.argv = ['ftruntime', *{words}]\n"
+        "from ftruntime.__main__ import main; main()"
+    )
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+
+
+def test_the_doctor_needs_no_package():
+    done = _broken("doctor", "--json", modules="click rich numpy torch triton msgspec pynvml")
+    assert (done.returncode, done.stderr) == (1, "")
+    checks = {check["name"]: check for check in json.loads(done.stdout)["checks"]}
+    assert checks["numpy"]["state"] == "failed"
+    assert {"click", "rich", "msgspec"} < set(checks["serve packages"]["facts"]["broken"])
+    text = _broken("doctor", modules="click")
+    assert (text.returncode, text.stderr) == (0, "")
+    (line,) = [line for line in text.stdout.splitlines() if line.startswith("warning  serve")]
+    assert "click (ModuleNotFoundError: " in line
+
+
+def test_other_commands_say_what_is_missing():
+    done = _broken("serve", modules="click")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("ftruntime cannot be imported (import of click halted")
+    assert done.stderr.endswith("; `ftruntime doctor` says what is missing\n")
+    assert done.stderr.count("\n") == 1
+    ours = _broken("serve", modules="ftruntime.cli.group")
+    assert "Traceback" in ours.stderr
+
+
+def test_a_host_that_cannot_be_looked_at_is_a_line(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ftruntime.doctor.host", None)
+    monkeypatch.delattr(doctor, "host")
+    (last,) = [check for check in doctor.checkup() if check.name == "ftruntime"]
+    assert last.state == "failed"
+    assert "halted" in last.found
 
 
 def test_this_machine_is_looked_at():

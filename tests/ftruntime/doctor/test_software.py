@@ -1,6 +1,7 @@
 """Versions by metadata: what is missing, too old, too new, or not what torch asks for.
 
-Mutants tried: an absent package passed, the oldest Triton excluded, a too new one failed, a
+Mutants tried: a package passed whose import fails, damaged metadata raised, torch imported for its
+version, an absent package passed, the oldest Triton excluded, a too new one failed, a
 mismatch with torch's own failed, versions compared as text, an extra's package not asked for.
 """
 
@@ -19,7 +20,7 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture
 def installed(monkeypatch):
-    """The versions that metadata knows, and what torch requires."""
+    """The versions that metadata knows, all of which can be imported, and what torch requires."""
     versions = {"torch": "2.11.0", "triton": "3.7.1", "numpy": "2.1.0", "ftkernels": "0.1.0"}
     versions |= dict.fromkeys(software.SERVE, "1.0")
     requires: list[str] = []
@@ -29,6 +30,7 @@ def installed(monkeypatch):
             raise importlib.metadata.PackageNotFoundError(name)
         return versions[name]
 
+    monkeypatch.setattr(software.importlib, "import_module", lambda name: None)
     monkeypatch.setattr(importlib.metadata, "version", version)
     monkeypatch.setattr(importlib.metadata, "requires", lambda name: requires)
     return versions, requires
@@ -63,6 +65,44 @@ def test_what_serve_lacks_is_a_warning(installed):
     check = software.extras()
     assert (check.state, check.found) == ("warning", "missing: nvidia-ml-py, fastapi")
     assert "ftkernels[serve]" in check.remedy
+
+
+def test_a_package_that_cannot_be_imported_is_a_line(installed, monkeypatch):
+    asked = []
+
+    def broken(name):
+        asked.append(name)
+        if name in ("pynvml", "numpy"):
+            raise OSError("libx.so: cannot open\nshared object file")
+
+    monkeypatch.setattr(software.importlib, "import_module", broken)
+    check = software.extras()
+    told = "OSError: libx.so: cannot open"
+    assert (check.state, check.found) == ("warning", f"broken: nvidia-ml-py ({told})")
+    assert check.facts["broken"] == {"nvidia-ml-py": told}
+    assert "--force-reinstall nvidia-ml-py " in check.remedy
+    assert software.package("numpy").state == "failed"
+    assert software.package("numpy").found == f"2.1.0, {told}"
+    assert {software.package(name).state for name in ("torch", "triton")} == {"ok"}
+    assert not {"torch", "triton"} & set(asked)
+
+
+def test_every_package_of_the_extra_is_imported_by_its_own_name():
+    assert software.extras().found == "all installed"
+
+
+@pytest.mark.parametrize("error", [KeyError("Version"), ValueError("x"), UnicodeError("y")])
+def test_damaged_metadata_is_a_line(installed, monkeypatch, error):
+    def damaged(name):
+        raise error
+
+    monkeypatch.setattr(importlib.metadata, "version", damaged)
+    monkeypatch.setattr(importlib.metadata, "requires", damaged)
+    states = {check.name: check.state for check in software.checks()}
+    assert (states["torch"], states["triton version"]) == ("failed", "failed")
+    assert states["serve packages"] == "warning"
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "3.7.1")
+    assert software.triton_fits().facts["torch_asks_for"] is None
 
 
 def test_the_extra_is_that_of_the_package():
