@@ -57,12 +57,15 @@ def test_every_key_with_a_choice_has_a_current_entry(op: str) -> None:
     for entry in entries:
         current = config.made_from(op, default_of(op))
         assert entry["source_hash"] == current, f"{op}: made from other source; {remedy}"
-        assert set(VERSIONS.split()) <= set(str(entry["triton"]).split())
+        if entry["source"] == "modelled":
+            assert set(VERSIONS.split()) <= set(str(entry["triton"]).split())
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 def test_lookups_find_the_entries_without_a_warning(spec: KernelSpec) -> None:
-    by_key = {config.entry_key(x["key"]): x for x in _entries(spec.name)}  # type: ignore[arg-type]
+    # measured ones stand before modelled ones, and are what a lookup takes
+    entries = reversed(_entries(spec.name))
+    by_key = {config.entry_key(x["key"]): x for x in entries}  # type: ignore[arg-type]
     heard: list[config.Found] = []
     with warnings.catch_warnings(), target.offline(89), config.watch(heard.append):
         warnings.simplefilter("error")

@@ -20,6 +20,7 @@ from types import ModuleType
 import pytest
 
 from ftkernels import config, registry, source
+from tests.support.edited import changes
 
 SOURCE = '''"""Words of the module."""
 import os
@@ -188,21 +189,5 @@ def test_an_op_follows_from_the_helpers_that_its_kernels_stand_in():
     assert not _follows("moe_align", defaults["moe_align"], "ftkernels.linear.products")
 
 
-def _follows(op: str, default: object, module: str) -> bool:
-    """Whether the hash of an op changes with a module's code."""
-    before, real = config.made_from(op, default), source._module  # type: ignore[arg-type]
-
-    def changed(name: str) -> source._Module:
-        found = real(name)
-        return source._Module("other", *_rest(found)) if name == module else found
-
-    source.source_hash.cache_clear()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(source, "_module", changed)
-        after = config.made_from(op, default)  # type: ignore[arg-type]
-    source.source_hash.cache_clear()
-    return before != after
-
-
-def _rest(found: source._Module) -> tuple[frozenset[str], bool]:
-    return found.imports, found.has_kernels
+def _follows(op: str, default: Callable[..., object], module: str) -> bool:
+    return changes(lambda: config.made_from(op, default), module)
