@@ -6,7 +6,6 @@ The figures are compiled or read off machine code and so a static model: none is
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -16,6 +15,7 @@ from typing import Any
 
 from autotune.inspect import LaunchRow
 from autotune.static import LaunchFigures
+from autotune.store import replace_whole
 from ftkernels.spec import Case, KernelSpec, registry
 from ftkernels.testing import figures
 
@@ -198,7 +198,7 @@ def write(rows: Sequence[LaunchRow], path: Path = COMMITTED, *, others: bool = T
         launches[key] = [{"op": key[0], "case": key[1], **entry(row)} for row in part]
     lines = [json.dumps(x, allow_nan=False) for key in sorted(launches) for x in launches[key]]
     head = f'{{"triton": "{version}", "arch": {figures.ARCH}, "launches": [\n'
-    _replace(path, head + ",\n".join(lines) + "\n]}\n")
+    replace_whole(path, head + ",\n".join(lines) + "\n]}\n")
     return len(lines)
 
 
@@ -215,12 +215,3 @@ def _others(
             f"contract: triton is {version}, expected {before.triton} as for the other ops"
         )
     return kept
-
-
-def _replace(path: Path, text: str) -> None:
-    half = path.with_name(f"{path.name}.{os.getpid()}")
-    try:
-        half.write_text(text, encoding="utf-8")
-        os.replace(half, path)
-    finally:
-        half.unlink(missing_ok=True)

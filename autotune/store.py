@@ -101,7 +101,7 @@ def write(root: Path, gpu: str, op: str, new: Iterable[Entry], default: Callable
         lines = ",\n".join(f"    {json.dumps(entry, allow_nan=False)}" for entry in entries)
         head = (f'  "op": {json.dumps(op)},\n  "gpu": {json.dumps(gpu)},\n'
                 f'  "schema": {config.SCHEMA},\n')  # fmt: skip
-        _replace(path, f'{{\n{head}  "entries": [\n{lines}\n  ]\n}}\n')
+        replace_whole(path, f'{{\n{head}  "entries": [\n{lines}\n  ]\n}}\n')
     config.forget()
     return path
 
@@ -117,7 +117,8 @@ def _alone_in(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _replace(path: Path, text: str) -> None:
+def replace_whole(path: Path, text: str) -> None:
+    """Write a file so that a reader finds all of it or what was there before."""
     half = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         half.write_text(text, encoding="utf-8")
