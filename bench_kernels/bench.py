@@ -140,7 +140,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--largest-gb", type=text.number(0, 1024), default=1, metavar="N",
         help="leave out cases with inputs above this (1)")  # fmt: skip
     add("--no-references", action="store_true", help="do not time the plain-torch references")
-    add("--step", action="store_true", help="the terms of a whole step too, where ops are named")
+    add("--step", action="store_true", help="without a card, a whole step's terms beside named ops")
     add("--json", action="store_true", help="one JSON value instead of text")
     args = parser.parse_args(argv)
     known = {spec.name for spec in registry() if spec.kernel}
