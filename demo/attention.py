@@ -54,7 +54,7 @@ class _SinkAttention(torch.autograd.Function):
         return torch.bmm(probs, keys), probs
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, _: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> Any:
         q, keys, probs = ctx.saved_tensors
         grad = grad.contiguous()
         scores = torch._softmax_backward_data(torch.bmm(grad, keys.mT), probs, -1, probs.dtype)
@@ -66,10 +66,12 @@ class _SinkAttention(torch.autograd.Function):
         return torch.bmm(scores, keys), grad_keys, None, grad_sink
 
 
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _sink_attention(q: Tensor, keys: Tensor, mask: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
-    out, probs = _SinkAttention.apply(q, keys, mask, sink)
-    return out, probs
+    both: tuple[Tensor, Tensor] = _SinkAttention.apply(  # type: ignore[no-untyped-call]
+        q, keys, mask, sink
+    )
+    return both
 
 
 def attention(
@@ -100,7 +102,7 @@ def attention(
         rows = compress(config, w, "compressor", ratio, x.view(batch, tokens, -1))
         rows = rounding.row(rows, rope)
         mask = _visible(tokens, ratio, rows.shape[1])
-    if ratio == 4 and (selection.learn or selection.sparse):
+    if mask is not None and ratio == 4 and (selection.learn or selection.sparse):
         with torch.set_grad_enabled(selection.learn and torch.is_grad_enabled()):
             index = index_scores(config, w, x.detach(), qr_in.detach(), batch, rounding)
         index = index.masked_fill(~mask, float("-inf"))
@@ -108,7 +110,7 @@ def attention(
             mask = mask & _selected(index.detach(), config.index_topk)
     out, probs = _attend(q, kv, rows, mask, w["attn_sink"])
     loss = None
-    if index is not None and selection.learn:
+    if index is not None and mask is not None and selection.learn:
         loss = _index_loss(index, mask, probs[..., 2 * BLOCK :], heads)
 
     out = rotate(out.view(batch, tokens, heads, width), cos[:, None], -sin[:, None])
@@ -141,7 +143,8 @@ def _attend(
     mask = pad(torch.cat(seen, dim=3), (0, extra)).flatten(0, 1)
     penalty = torch.zeros(mask.shape, dtype=q.dtype).masked_fill_(~mask, float("-inf"))
     flat = q.view(batch * blocks, BLOCK * heads, width)
-    return _sink_attention(flat, keys, penalty[:, :, None], sink)
+    both: tuple[Tensor, Tensor] = _sink_attention(flat, keys, penalty[:, :, None], sink)
+    return both
 
 
 def compress(

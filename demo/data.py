@@ -133,7 +133,8 @@ class Data:
             for _ in range(2):
                 events.append((float(rng.uniform(place, tokens)), needle, True))
         events.sort()
-        ids, answers = [self._ids[BOS]], []
+        ids: list[int] = [self._ids[BOS]]
+        answers: list[int] = []
         line = int(rng.integers(len(self._lines)))
         for place, needle, asked in events:
             while len(ids) < place:

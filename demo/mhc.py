@@ -26,7 +26,7 @@ class _Sinkhorn(torch.autograd.Function):
         return c
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         for step in range(len(ctx.steps) - 1, -1, -1):
             c, inverse = ctx.steps[step]
             grad = (grad - (grad * c).sum(step % 2, keepdim=True)) * inverse
@@ -34,10 +34,10 @@ class _Sinkhorn(torch.autograd.Function):
         return soft * (grad - (grad * soft).sum(1, keepdim=True)), None, None
 
 
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def sinkhorn(logits: Tensor, iters: int, eps: float) -> Tensor:
     """Mixing matrices `[n, n, N]` of `logits [n, n, N]`, fp32; rows are the first index."""
-    mixed: Tensor = _Sinkhorn.apply(logits, iters, eps)
+    mixed: Tensor = _Sinkhorn.apply(logits, iters, eps)  # type: ignore[no-untyped-call]
     return mixed
 
 
@@ -52,7 +52,7 @@ def pre(
     streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor, *,
     iters: int, eps: float, norm_eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Input of a sublayer `[N, D]`, `post [N, n]` and the mix `[N, n, n]` of `streams [N, n, D]`."""
+    """A sublayer's input `[N, D]`, `post [N, n]` and mix `[N, n, n]` of `streams [N, n, D]`."""
     n = streams.shape[1]
     m = mixes(streams, fn, norm_eps)
     weights = torch.sigmoid(m[:n] * scale[0] + base[:n, None]) + eps

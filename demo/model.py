@@ -101,7 +101,7 @@ def _initial(
         return noise * 0.3 / math.sqrt(shape[-1])
     if name.endswith("_base"):
         n = config.hc_mult
-        pre, post, comb = noise.split((n, n, n * n))
+        pre, post, comb = noise[:n], noise[n : 2 * n], noise[2 * n :]
         eye = torch.eye(n).flatten()
         return torch.cat((0.3 * pre - 1.1, 0.3 * post, 0.1 * comb + 3 * eye))
     if name.endswith(".ape"):
@@ -125,7 +125,8 @@ def cast(
             weight = fp4_matrix(weight)
         elif quantized and kind == "F8_E4M3":
             weight = fp8_matrix(weight)
-        out[name] = weight if kind == "F32" or name.endswith("ffn.gate.weight") else weight.to(dtype)
+        wide = kind == "F32" or name.endswith("ffn.gate.weight")
+        out[name] = weight if wide else weight.to(dtype)
     return out
 
 

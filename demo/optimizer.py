@@ -22,7 +22,8 @@ def orthogonal(update: Tensor) -> Tensor:
     for _ in range(_STEPS):
         gram = torch.bmm(x, x.mT)
         x = a * x + torch.bmm(torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x)
-    return (x.mT if tall else x).float()
+    turned: Tensor = x.mT if tall else x
+    return turned.float()
 
 
 class Optimizer:

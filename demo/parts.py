@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -44,7 +45,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     tables broadcast against `x`'s leading dimensions.
     """
     width = 2 * cos.shape[-1]
-    even, odd = x[..., -width:].float().unflatten(-1, (-1, 2)).unbind(-1)
+    pairs = x[..., -width:].float()
+    even, odd = pairs.view(*pairs.shape[:-1], -1, 2).unbind(-1)
     turned = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2)
     return torch.cat((x[..., :-width], turned.to(x.dtype)), dim=-1)
 
@@ -55,27 +57,27 @@ class _Grouped(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, offsets: list[int]) -> Tensor:
         out = x.new_empty(x.shape[0], weight.shape[1])
-        for expert, (a, b) in enumerate(zip(offsets, offsets[1:], strict=False)):
+        for expert, (a, b) in enumerate(pairwise(offsets)):
             torch.mm(x[a:b], weight[expert].t(), out=out[a:b])
         ctx.save_for_backward(x, weight)
         ctx.offsets = offsets
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight = ctx.saved_tensors
         grad = grad.contiguous()
         grad_x, grad_weight = torch.empty_like(x), torch.empty_like(weight)
-        for expert, (a, b) in enumerate(zip(ctx.offsets, ctx.offsets[1:], strict=False)):
+        for expert, (a, b) in enumerate(pairwise(ctx.offsets)):
             torch.mm(grad[a:b], weight[expert], out=grad_x[a:b])
             torch.mm(grad[a:b].t(), x[a:b], out=grad_weight[expert])
         return grad_x, grad_weight, None
 
 
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def grouped_linear(x: Tensor, weight: Tensor, offsets: list[int]) -> Tensor:
     """`[R, N]`: each run of rows between two offsets times its expert's matrix."""
-    out: Tensor = _Grouped.apply(x, weight, offsets)
+    out: Tensor = _Grouped.apply(x, weight, offsets)  # type: ignore[no-untyped-call]
     return out
 
 

@@ -25,7 +25,7 @@ class Rounding:
         return self._fp8(x, 128, x.shape[-1])
 
     def row(self, kv: Tensor, rope_dim: int) -> Tensor:
-        """Window or compressed row `[..., d]`: FP8 in groups of 64, rotated channels as they are."""
+        """Window or compressed row `[..., d]`: FP8 in groups of 64, but the rotated channels."""
         return self._fp8(kv, 64, kv.shape[-1] - rope_dim)
 
     def index(self, x: Tensor) -> Tensor:

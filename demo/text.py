@@ -40,7 +40,7 @@ def fetch(folder: Path) -> list[Chapter]:
         for package in sorted(folder.glob("bible-kjv*.deb")):
             subprocess.run(["dpkg-deb", "-x", package, folder / "packages"], check=True)
         root = folder / "packages" / "usr"
-        command = [root / "bin" / "bible", "-p", root / "lib", "-l100000", WHOLE]
+        command = [str(root / "bin" / "bible"), "-p", str(root / "lib"), "-l100000", WHOLE]
         done = subprocess.run(command, check=True, capture_output=True, text=True)
         raw.write_text(done.stdout, encoding="utf-8")
     return parse(raw.read_text(encoding="utf-8"))

@@ -141,7 +141,7 @@ class Run:
         )  # fmt: skip
         loss, plain, answers = weighted_loss(logits, batch)
         index_loss = sum(index, torch.zeros(()))
-        (loss + _INDEX_WEIGHT * index_loss).backward()
+        torch.autograd.backward(loss + _INDEX_WEIGHT * index_loss)
         rate = recipe.rate(self.step, self.done)
         self.step += 1
         self.optimizer.step(

@@ -52,6 +52,11 @@ class LLM:
         self._ids = itertools.count()
         self._lock = threading.Lock()
 
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The checkpoint's tokenizer."""
+        return self._tokenizer
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],

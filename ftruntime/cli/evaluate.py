@@ -1,0 +1,133 @@
+"""``ftruntime eval``: bits per character of a text, and recall of needles, through the engine."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import click
+
+from ftruntime import log
+from ftruntime.cli.common import checkpoint_shape, progress_bar
+from ftruntime.cli.group import FAILED, USAGE, refusals
+from ftruntime.config import RuntimeConfig
+from ftruntime.demo_cache import ensure_demo
+from ftruntime.evaluate import score
+from ftruntime.evaluate.settings import eval_specs
+from ftruntime.facts import probe
+from ftruntime.flags import checked, parse, refuse
+from ftruntime.options import flag_options, options, read_config
+from ftruntime.plan import resolve
+
+
+@click.command("eval")
+@click.argument("model_dir", metavar="[MODEL]", required=False)
+@click.option("--needles", is_flag=True, help="Also hide needles in the text and ask for them.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON value instead of a table.")
+@options(eval_specs())
+@flag_options
+def evaluate(
+    model_dir: str | None, needles: bool, as_json: bool, **params: str | bool | None
+) -> None:
+    """Score how well MODEL predicts a text: bits per character and per token.
+
+    With --needles also how often it finds a number that stood far back. Every flag of `serve` that
+    changes what is computed works here.
+    """
+    with refusals(USAGE):
+        given = _given(params)
+        text = _read(given["text"])
+        config = read_config(
+            {name: value for name, value in params.items() if name not in eval_specs()}, model_dir
+        )
+        facts = probe(config.device)
+    log.setup("warning")
+    with refusals(FAILED):
+        config = config if config.model is not None else replace(config, model=str(ensure_demo()))
+    shape = checkpoint_shape(config)
+    with refusals(USAGE):
+        longest = resolve(config, shape, facts).max_model_len
+        context = _context(given["context"], longest)
+    with refusals(FAILED):
+        values = _run(config, text, context, longest, needles, given)
+    click.echo(json.dumps(values, allow_nan=False) if as_json else table(values))
+
+
+def _given(params: Mapping[str, str | bool | None]) -> dict[str, int | str | None]:
+    values: dict[str, int | str | None] = {}
+    for name, spec in eval_specs().items():
+        word = params[name]
+        value = spec.default if word is None else checked(name, parse(str(word), spec), spec)
+        assert not isinstance(value, bool | float)
+        values[name] = value
+    return values
+
+
+def _read(path: int | str | None) -> str:
+    """The text of the file, as it is."""
+    if path is None:
+        refuse("text", "missing", "a UTF-8 file")
+    file = Path(str(path))
+    try:
+        text = file.read_bytes().decode("utf-8")
+    except UnicodeDecodeError as error:
+        refuse("text", str(file), f"a UTF-8 file ({error.reason} at byte {error.start})")
+    if not text:
+        refuse("text", str(file), "a file that is not empty")
+    return text
+
+
+def _context(given: int | str | None, longest: int) -> int:
+    most = longest - 1  # the engine generates one token behind a window
+    if given is None:
+        return min(score.DEFAULT_CONTEXT, most)
+    if int(given) > most:
+        refuse("context", given, f"at most {most}, one less than the longest sequence served")
+    return int(given)
+
+
+def _run(
+    config: RuntimeConfig, text: str, context: int, longest: int, needles: bool,
+    given: Mapping[str, int | str | None],
+) -> dict[str, object]:  # fmt: skip
+    from ftruntime.llm import LLM
+
+    flags = {name: getattr(config, name) for name in config.explicit} | {"model": config.model}
+    began = time.monotonic()
+    with LLM(**flags) as llm, progress_bar("scoring") as progress:
+        together = config.max_running_requests
+        result = score.score_text(
+            llm, llm.tokenizer, text, context=context, together=together, progress=progress
+        )
+        recalls = None
+        if needles:
+            recalls = score.score_needles(
+                llm, llm.tokenizer, text, trials=int(given["trials"] or 1),
+                seed=int(given["seed"] or 0), longest=longest, together=together,
+                progress=progress,
+            )  # fmt: skip
+    return {
+        "model": config.model, "text": given["text"], **result.to_dict(),
+        "seconds": round(time.monotonic() - began, 3),
+        "needles": None if recalls is None else [recall.to_dict() for recall in recalls],
+    }  # fmt: skip
+
+
+def table(values: Mapping[str, object]) -> str:
+    """The values as lines."""
+    lines = [
+        f"bits per character  {values['bits_per_character']:.4f}",
+        f"bits per token      {values['bits_per_token']:.4f}",
+        f"characters          {values['characters']}",
+        f"tokens              {values['tokens']} in {values['windows']} windows of up to "
+        f"{values['context']}",
+        f"seconds             {values['seconds']:.1f}",
+    ]
+    needles = values["needles"]
+    if isinstance(needles, list):
+        lines += ["", "distance  found"]
+        lines += [f"{n['distance']:8d}  {n['found']} of {n['trials']}" for n in needles]
+    return "\n".join(lines)

@@ -1,0 +1,23 @@
+"""What `ftruntime eval` can be told."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from ftruntime.flags import FlagSpec
+
+CONTEXT: Final = FlagSpec(
+    kind="int", help="Tokens of a window, BOS among them; windows do not overlap.", low=2,
+    shown_default="2048, or max-model-len - 1 if less",
+)  # fmt: skip
+TRIALS: Final = FlagSpec(
+    kind="int", help="Needles asked for at each distance.", default=10, low=1, high=1000
+)
+SEED: Final = FlagSpec(kind="int", help="Seed of the needles and their places.", default=0, low=0)
+TEXT: Final = FlagSpec(kind="str", help="UTF-8 text to score, or to hide needles in.")
+
+
+def eval_specs() -> Mapping[str, FlagSpec]:
+    """The flags with a value, by the names of their parameters."""
+    return {"text": TEXT, "context": CONTEXT, "trials": TRIALS, "seed": SEED}

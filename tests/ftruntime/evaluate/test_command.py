@@ -1,0 +1,86 @@
+"""``ftruntime eval``: its refusals, and its figures against transformers.
+
+Mutants run, each noticed: windows without BOS, one window fewer, characters counted in bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+from click.testing import CliRunner
+from tokenizers import Tokenizer
+
+from ftruntime import cli
+from ftruntime.cli.evaluate import table
+from ftruntime.demo import make_demo
+from ftruntime.demo.presets import demo_config
+from tests.support.hf_model import build_hf
+
+TEXT = "The lamp in the window burned until the morning caf\u00e9. " * 8
+
+
+def invoke(*words):
+    return CliRunner().invoke(cli.main, ["eval", *map(str, words)])
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("eval") / "demo"
+    make_demo(directory, preset="tiny")
+    return directory
+
+
+def test_bits_are_those_of_transformers(demo, tmp_path):
+    file = tmp_path / "text.txt"
+    file.write_text(TEXT, encoding="utf-8")
+    done = invoke(
+        demo, "--text", file, "--context", 130, "--numerics", "exact", "--num-tokens", 1024,
+        "--max-running-requests", 2, "--json",
+    )  # fmt: skip
+    assert done.exit_code == 0, done.output
+    values = json.loads(done.stdout)
+    ids = Tokenizer.from_file(str(demo / "tokenizer.json")).encode(TEXT).ids
+    nats = 0.0
+    model = build_hf(demo)
+    for start in range(0, len(ids), 129):
+        row = torch.tensor([[0, *ids[start : start + 129]]])
+        with torch.no_grad():
+            logprobs = torch.log_softmax(model(row).logits[0, :-1], dim=-1)
+        nats -= float(logprobs.gather(1, row[0, 1:, None]).double().sum())
+    assert values["windows"] == math.ceil(len(ids) / 129) >= 2
+    assert (values["tokens"], values["characters"]) == (len(ids), len(TEXT))
+    assert values["bits_per_character"] == pytest.approx(nats / math.log(2) / len(TEXT), rel=1e-5)
+    assert values["needles"] is None
+    shown = table({**values, "needles": [{"distance": 300, "found": 2, "trials": 3}]})
+    assert f"bits per character  {values['bits_per_character']:.4f}" in shown
+    assert "     300  2 of 3" in shown
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ((), "--text is missing, expected a UTF-8 file"),
+        (("--text", "BAD"), "--text is BAD, expected a UTF-8 file (invalid start byte at byte 1)"),
+        (("--text", "EMPTY"), "--text is EMPTY, expected a file that is not empty"),
+        (("--text", "GOOD", "--context", "1"), "--context is 1, expected"),
+        (("--text", "GOOD", "--context", "x"), "--context is x, expected"),
+        (("--text", "GOOD", "--num-tokens", "1024", "--context", "1024"),
+         "--context is 1024, expected at most 1023, one less than the longest sequence served"),
+        (("--text", "GOOD", "--trials", "0"), "--trials is 0, expected"),
+        (("--text", "NONE"), "NONE cannot be opened or written (No such file or directory)"),
+    ],
+)  # fmt: skip
+def test_refusals(words, sentence, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(demo_config("tiny")))
+    (tmp_path / "BAD").write_bytes(b"a\xff")
+    (tmp_path / "EMPTY").write_bytes(b"")
+    (tmp_path / "GOOD").write_text("good")
+    done = invoke(tmp_path, *words)
+    assert done.exit_code == 2, done.output
+    assert done.stdout == ""
+    assert done.stderr.count("\n") == 1
+    assert done.stderr.startswith(sentence)
