@@ -66,8 +66,6 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
         if error.errno != errno.EPIPE:
             said = ": ".join(str(x) for x in (error.filename, error.strerror or error) if x)
             click.echo(f"ft-autotune: {said}", err=True)
-        # what stdout still holds goes nowhere, without a second complaint at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(_FAILED)
     finally:
         if signal.getsignal(signal.SIGINT) is _end:

@@ -7,6 +7,7 @@ gain on an unsound default told, what is not expected any more still waited for.
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 
 import click
 import pytest
@@ -92,8 +93,9 @@ def test_what_is_dropped_and_the_best_gain_are_told():
     assert _noted(Trial((10.0,)), failed, Trial((7.5,)), Trial((8.0,))) == (
         "1 dropped, best -25% swiglu_clamp"
     )
-    spilled = Trial((10.0,), (Launch("k", 255, 8, 0, 8, True, None, 0, 0.0),))
-    assert _noted(spilled, failed, Trial((7.5,))).endswith("dropped, best -")
+    launch = Launch("k", 255, 8, 0, 8, True, None, 0, 0.0)
+    spilled, sound = Trial((10.0,), (launch,)), Trial((7.5,), (replace(launch, spill_bytes=0),))
+    assert _noted(spilled, failed, sound) == "2 dropped, best -"
 
 
 @pytest.mark.parametrize("state", ["kept.jsonl", None, "/dev/null"], ids=str)

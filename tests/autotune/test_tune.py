@@ -17,7 +17,7 @@ from unittest import mock
 
 import pytest
 
-from autotune import commands_tune, search, trials, tune
+from autotune import cli, search, trials, tune
 from autotune.search import Launch, Trial
 from autotune.trials import State
 from ftkernels import backend, config
@@ -88,7 +88,10 @@ def test_after_a_hosts_refusal_the_next_best_is_tried(setup, monkeypatch):
 def test_what_no_figure_could_choose_is_not_compiled(setup, monkeypatch):
     monkeypatch.setattr(trials, "_is_described", lambda spec, case, x: False)
     for prune, tried in ((True, 1), (False, 6)):
-        choices = tune.search(search.problems([TOY], arch=89), replace(setup, prune=prune))
+        expected: list[int] = []
+        asked = replace(setup, prune=prune, expect=expected.append)
+        choices = tune.search(search.problems([TOY], arch=89), asked)
+        assert expected == [4 * tried]
         assert [x.tried for x in choices if x is not None] == [tried] * 4
         assert all(x.config == x.problem.default for x in choices if x is not None)
 
@@ -178,7 +181,7 @@ def test_every_process_and_run_chooses_the_same(tmp_path):
     """What TP ranks rely on: files of two runs, one of them in worker processes, byte for byte."""
     arguments = ["adjust_logits", "--state", os.devnull, "--out"]
     with pytest.raises(SystemExit) as end:
-        commands_tune.tune([*arguments, str(tmp_path / "a"), "--jobs", "1"])
+        cli.main(["tune", *arguments, str(tmp_path / "a"), "--jobs", "1"])
     assert not end.value.code
     subprocess.run(
         [sys.executable, "-m", "autotune", "tune", *arguments, str(tmp_path / "b"), "--jobs", "2"],

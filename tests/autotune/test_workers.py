@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -39,7 +40,7 @@ def signal_itself(number: int) -> int:
 
 
 def fail_or_wait(job: tuple[str, Path]) -> str:
-    """One job fails once another has left a mark and a third has its result; the third is quick."""
+    """One job fails once another is under way."""
     name, folder = job
     (folder / name).touch()
     if name == "long":
@@ -50,7 +51,17 @@ def fail_or_wait(job: tuple[str, Path]) -> str:
     return name
 
 
-def _await(is_so) -> None:
+def fail_at_a_mark(job: tuple[str, Path]) -> str:
+    """One job is done at once, the others once it is known; one of them fails."""
+    name, folder = job
+    if name != "first":
+        _await(lambda: (folder / "known").exists())
+    if name == "bad":
+        raise KeyError(name)
+    return name
+
+
+def _await(is_so: Callable[[], bool]) -> None:
     until = time.monotonic() + _SOON_S
     while not is_so():
         assert time.monotonic() < until
@@ -76,6 +87,21 @@ def test_a_failure_ends_what_is_under_way(tmp_path):
         _run([("long", tmp_path), ("bad", tmp_path), ("never", tmp_path)], fail_or_wait)
     assert time.monotonic() - start < _LONG_S / 2
     assert not (tmp_path / "never").exists()
+
+
+def test_results_beside_a_failure_are_not_lost(tmp_path):
+    got = set()
+
+    def done(job: tuple[str, Path], name: str) -> None:
+        got.add(name)
+        if name == "first":
+            (tmp_path / "known").touch()
+            time.sleep(1.0)  # in which all others end
+
+    jobs = [(name, tmp_path) for name in ("bad", "a", "b", "c", "first")]
+    with pytest.raises(KeyError):
+        work_through(jobs, fail_at_a_mark, done, num_workers=5, name=str)
+    assert got == {"first", "a", "b", "c"}
 
 
 def test_a_killed_process_is_one_sentence_that_names_what_was_under_way():
