@@ -40,6 +40,9 @@ def tool():
     [
         ("mla_prefill", "flash-tp8-csa"), ("moe_gemm_fp4", "flash-tp8-m64"),
         ("fp8_linear", "flash-tp1-latent-t8"), ("mla_decode", "flash-tp8-hca"),
+        ("moe_gemv_fp4", "flash-tp8-t8"), ("index_select", "flash-c4096"),
+        ("grouped_linear", "flash-tp8-t8"), ("append_kv", "flash-csa"),
+        ("hc_post_pre", "flash-t8"), ("rms_norm", "flash-t3456"), ("count_missing", "flash-t1"),
     ],
 )  # fmt: skip
 def test_both_readers_agree(op, case, tool):
