@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from autotune.tune import Summary
 
 _PIPE_COLUMNS = 160  # of a table that no terminal bounds
-_NARROW_COLUMNS = 100
+_NARROW_COLUMNS = 80
 
 
 def new_table(title: str, words: Sequence[str], numbers: Sequence[str]) -> Table:
@@ -51,21 +51,23 @@ def print_problems(found: Sequence[Problem]) -> None:
 
 
 def print_summaries(summaries: Sequence[Summary], measured: bool) -> None:
-    """What a search found, an op a row."""
+    """What a search found, an op a row; below, the configs that each rule dropped."""
     how = "measured" if measured else "modelled by a static model, no times"
-    title = f"keys by outcome; gain: the share of the default's time that falls away ({how})"
+    title = f"keys by outcome; gain: the share of the default's time that falls away\n({how})"
     numbers = ("keys", "kept", "changed", "unsound", "gain", "tried", "of")
     table = new_table(title, ("op",), numbers)
-    table.columns[0].no_wrap = True
-    table.add_column("dropped by")
     for row in summaries:
-        table.add_row(row.op, *_outcome(row), _rules(row))
+        table.add_row(row.op, *_outcome(row))
     if len(summaries) > 1:
         table.add_row("all", *_outcome(*summaries))
     show(table, _NARROW_COLUMNS)
+    for row in summaries:
+        if row.dropped:
+            rules = ", ".join(f"{rule} {n}" for rule, n in sorted(row.dropped.items()))
+            click.echo(f"{row.op}, dropped: {rules}")
     replaced = sum(row.replaced for row in summaries)
     if replaced:
-        click.echo(f"{replaced} of the changed keys have no sound default to gain on")
+        click.echo(f"changed keys without a sound default to gain on: {replaced}")
 
 
 def _outcome(*rows: Summary) -> list[str]:
@@ -75,10 +77,6 @@ def _outcome(*rows: Summary) -> list[str]:
     tried = [sum(row.tried for row in rows), sum(row.candidates for row in rows)]
     gains = [gain for row in rows for gain in row.gains]
     return [*map(str, counts), _range(gains), *map(str, tried)]
-
-
-def _rules(row: Summary) -> str:
-    return ", ".join(f"{rule} {n}" for rule, n in sorted(row.dropped.items()))
 
 
 def _range(gains: Sequence[float]) -> str:

@@ -48,11 +48,12 @@ def test_tune_writes_a_file_an_op_and_prints_a_table(chosen, tmp_path, capsys):
     assert [x["key"] for x in data["entries"]] == [{"I": 256, "T": 4096}]
     assert not (tmp_path / GPU / "rms_norm.json").exists()  # nothing to choose from
     row = next(line for line in out.splitlines() if "swiglu_clamp" in line)
-    # keys, kept, changed, unsound, gain, tried, of, dropped by
-    assert row.split() == ["swiglu_clamp", "1", "0", "1", "0", "50%", "5", "6", "spills", "2"]
+    # keys, kept, changed, unsound, gain, tried, of
+    assert row.split() == ["swiglu_clamp", "1", "0", "1", "0", "50%", "5", "6"]
+    assert "swiglu_clamp, dropped: spills 2" in out.splitlines()
     total = next(line for line in out.splitlines() if line.split()[:1] == ["all"])
     assert total.split() == ["all", "4", "3", "1", "0", "50%", "20", "9"]
-    assert max(map(len, out.splitlines())) <= 100
+    assert max(map(len, out.splitlines())) <= 80
     assert chosen[0].prune  # nothing would be measured
     assert "modelled by a static model, no times" in out
     assert "wrote 1 files in" in err
