@@ -124,6 +124,7 @@ def _step_table(model: Mapping[str, object]) -> Table:
     columns = ("tokens", "bus", "memory", "compute", "all_reduce", "sum", "overlapped")
     table = Table("modelled ms a step", *columns, "tokens/s", box=None, pad_edge=False)
     steps = cast("Mapping[str, Mapping[str, float]]", model["steps"])
+    halves = any(step["halves"] for step in steps.values())
     for name, step in steps.items():
         terms = [f"{step[f'{column}_ms']:.2f}" for column in columns[1:]]
         speeds = f"{step['tokens_per_s']:.1f} to {step['tokens_per_s_overlapped']:.1f}"
@@ -136,6 +137,7 @@ def _step_table(model: Mapping[str, object]) -> Table:
         f"host, {model['memory_gb_per_s']:g} of memory, {model['all_reduce_gb_per_s']:g} of "
         "all-reduces; sum: nothing overlaps; overlapped: "
         "copies one layer ahead, memory beside compute"
+        + (", all-reduces of a chunk's halves beside both" if halves else "")
     )
     table.caption_justify, table.caption_style = "left", ""
     return table

@@ -66,6 +66,7 @@ class Plan:
     expert_slots: int
     min_expert_slots: int
     graph_sizes: tuple[int, ...] = ()  # rows of the decode steps that are captured
+    in_halves: bool = False  # large prefill batches, so that what one half computes hides sums
     max_decode_gap_s: float | None = None
     max_decode_gap_source: GapSource | None = None
     bytes: Mapping[str, int]
@@ -158,6 +159,9 @@ def resolve(
         expert_slots=slots,
         min_expert_slots=min_expert_slots(shape),
         graph_sizes=sizer.graph_sizes(),
+        # the second half has to find a layer's experts, which the first brought in
+        in_halves=config.tensor_parallel_size > 1
+        and (not sizer.offload or slots >= shape.n_routed_experts),
         bytes={name: row.num_bytes for name, row in rows.items()},
         why={name: row.why for name, row in rows.items()},
         budget_bytes=sizer.budget,

@@ -12,7 +12,8 @@ Terms of a step, each of one rank:
 - all-reduce: two a layer through the host, a latency and a ring's share of the bytes.
 
 Memory and compute overlap inside kernels. Misses of a layer can cross the bus while the layer
-before computes. An all-reduce waits for its layer and takes the same link: nothing hides it.
+before computes. An all-reduce waits for its layer and takes the same link. Where a chunk runs in
+halves it hides behind what the other half computes, and weights are read twice; else nothing does.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from typing import TYPE_CHECKING, Final
 from ftruntime import memory
 from ftruntime.checkpoint.names import expected_tensors, num_shares
 from ftruntime.model.config import ModelConfig
+from ftruntime.types import LEAST_HALF
 
 if TYPE_CHECKING:
     from ftruntime.config import RuntimeConfig
@@ -74,7 +76,8 @@ RTX_4090: Final = Card(
 
 @dataclass(frozen=True)
 class StepTime:
-    """Terms of one step in seconds; `layers` is the depth of the pipeline of copies."""
+    """Terms of one step in seconds; `layers` is the depth of the pipeline of copies, and `halves`
+    says that one half of the tokens computes while the other's sums are under way."""
 
     tokens: int
     layers: int
@@ -82,6 +85,7 @@ class StepTime:
     memory_s: float
     compute_s: float
     all_reduce_s: float
+    halves: bool = False
 
     @property
     def sum_s(self) -> float:
@@ -92,8 +96,9 @@ class StepTime:
     def overlapped_s(self) -> float:
         """Everything that can overlap does: copies run one layer ahead of the products."""
         work = max(self.memory_s, self.compute_s)
-        fill = min(self.bus_s, work) / self.layers
-        return max(self.bus_s, work) + fill + self.all_reduce_s
+        link = self.bus_s + self.all_reduce_s if self.halves else self.bus_s
+        fill = min(link, work) / self.layers
+        return max(link, work) + fill + (0.0 if self.halves else self.all_reduce_s)
 
     def to_dict(self) -> dict[str, float]:
         """Milliseconds, and tokens a second of both ends."""
@@ -104,6 +109,7 @@ class StepTime:
         }  # fmt: skip
         return {
             "tokens": self.tokens,
+            "halves": self.halves,
             **{name: round(1e3 * seconds, 3) for name, seconds in terms.items()},
             "tokens_per_s": round(self.tokens / self.sum_s, 1),
             "tokens_per_s_overlapped": round(self.tokens / self.overlapped_s, 1),
@@ -159,6 +165,7 @@ class StepModel:
         self._dense = plan.bytes["weights"] - looked_up_bytes(shape, plan.ranks)
         self._row = memory.kv_row_bytes(shape, kv_format=config.kv_format, numerics=config.numerics)
         self._linear = linear_flops(shape, ranks=plan.ranks)
+        self._in_halves = plan.in_halves
 
     def decode(self, rows: int, context: int) -> StepTime:
         """One token for each of ``rows`` sequences of ``context`` tokens."""
@@ -178,11 +185,13 @@ class StepModel:
         experts it touches crosses the bus.
         """
         read = self._kv_bytes(context, picks=context)
-        return self._step(tokens, 1, context - 1 - tokens // 2, 1 - self._share, read)
+        halves = self._in_halves and tokens >= 2 * LEAST_HALF
+        return self._step(tokens, 1, context - 1 - tokens // 2, 1 - self._share, read, halves)
 
     def _step(
-        self, tokens: int, rows: int, position: int, missing: float, kv_bytes: int
-    ) -> StepTime:
+        self, tokens: int, rows: int, position: int, missing: float, kv_bytes: int,
+        halves: bool = False,
+    ) -> StepTime:  # fmt: skip
         """``rows``: of logits; ``position``: of the mean query; ``missing``: share of the touched
         experts."""
         shape, card = self._shape, self._card
@@ -190,14 +199,15 @@ class StepModel:
         touched = layers * experts_touched(shape, tokens) * self._expert
         # two sites a layer read and write all streams
         streams = 2 * 2 * layers * tokens * shape.hc_mult * shape.hidden_size * 2
-        read = self._dense + touched + kv_bytes + streams
+        read = (self._dense + touched) * (2 if halves else 1) + kv_bytes + streams
         return StepTime(
             tokens=tokens,
             layers=layers,
             bus_s=missing * touched / card.link_bytes,
             memory_s=read / card.memory_bytes,
             compute_s=tokens * self._token_s(position) + rows * self._head_s(),
-            all_reduce_s=self._all_reduce_s(tokens),
+            all_reduce_s=self._all_reduce_s(tokens, calls=2 if halves else 1),
+            halves=halves,
         )
 
     def _token_s(self, position: int) -> float:
@@ -228,13 +238,14 @@ class StepModel:
         rows += csa * min(picks, context // 4) + hca * (context // 128)
         return rows * self._row + csa * (context // 4) * shape.index_head_dim * 2
 
-    def _all_reduce_s(self, tokens: int) -> float:
+    def _all_reduce_s(self, tokens: int, *, calls: int = 1) -> float:
+        """``calls``: of each sublayer, for its part of the tokens."""
         ranks, card = self._ranks, self._card
         if ranks == 1:
             return 0.0
         ring = 2 * (ranks - 1) / ranks * tokens * self._shape.hidden_size * 2
-        calls = 2 * self._shape.num_hidden_layers
-        return calls * (card.reduce_latency_s + ring / card.reduce_bytes)
+        sublayers = 2 * self._shape.num_hidden_layers
+        return sublayers * (calls * card.reduce_latency_s + ring / card.reduce_bytes)
 
 
 def experts_touched(shape: ModelConfig, tokens: int) -> float:

@@ -14,6 +14,8 @@ from typing import Literal, Protocol
 
 PAGE_TOKENS = 128
 """Tokens of a page: the window, and a multiple of both compress ratios."""
+LEAST_HALF = 256
+"""Tokens below which reading a layer's weights twice costs more than sums of the ranks take."""
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 _INT32_MAX = 2**31 - 1

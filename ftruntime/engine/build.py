@@ -176,7 +176,7 @@ def make_executor(
     )  # fmt: skip
     builder = BatchBuilder(
         num_rows=plan.max_running + 1, max_pages=-(-plan.max_model_len // PAGE_TOKENS),
-        device=model.device, scratch=_scratch(model, plan),
+        device=model.device, scratch=_scratch(model, plan), halves=plan.in_halves,
     )  # fmt: skip
     padding = padding_step(plan, model.config.num_hidden_layers)
     graphs = GraphPool(model, storage, builder, plan.graph_sizes, padding)

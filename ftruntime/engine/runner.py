@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
 import torch
 
 from ftruntime.engine.arrays import together
 from ftruntime.model.batch import ForwardBatch
-from ftruntime.types import PAGE_TOKENS, SeqPlan, StepPlan
+from ftruntime.types import LEAST_HALF, PAGE_TOKENS, SeqPlan, StepKind, StepPlan
 
 _INPUTS = (
     "token_ids", "positions", "seq_lens", "slot_mapping", "state_index", "host_token_ids"
 )  # fmt: skip
 _TABLES = ("window_block_table", "block_table")
+
+
+@dataclass(frozen=True)
+class _Span:
+    """New tokens ``start..end-1`` of a row."""
+
+    row: int
+    start: int
+    end: int
 
 
 class BatchBuilder:
@@ -22,16 +35,19 @@ class BatchBuilder:
         max_pages: logical pages of the longest sequence.
         device: where batches go; the tables themselves stay on the host.
         scratch: of all ops, handed to every batch.
+        halves: whether prefill batches come in halves too, so that what one computes hides the
+            sums of the other; for several ranks.
     """
 
     def __init__(
         self, *, num_rows: int, max_pages: int, device: torch.device,
-        scratch: torch.Tensor | None = None,
+        scratch: torch.Tensor | None = None, halves: bool = False,
     ) -> None:  # fmt: skip
         self._window = torch.full((num_rows, max_pages), -1, dtype=torch.int32)
         self._rows = torch.full((num_rows, max_pages), -1, dtype=torch.int32)
         self._device = device
         self._scratch = scratch
+        self._halves = halves
 
     def build(self, plan: StepPlan, num_rows: int = 0) -> ForwardBatch:
         """Take in the plan's new pages and lay out its tokens, back to back.
@@ -45,29 +61,47 @@ class BatchBuilder:
         token_ids: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
-        bounds, lens = [0], []
-        for seq in plan.seqs:
-            end = seq.start + len(seq.token_ids)
+        spans = [_Span(seq.row, seq.start, seq.start + len(seq.token_ids)) for seq in plan.seqs]
+        for seq, span in zip(plan.seqs, spans, strict=True):
             token_ids.extend(seq.token_ids)
-            positions.extend(range(seq.start, end))
-            slots.extend(self._slots(seq.row, seq.start, end))
-            bounds.append(len(token_ids))
-            lens.append(end)
-        rows = [seq.row for seq in plan.seqs]
-        states = list(rows)
-        shortest = lens.index(min(lens))
-        for _ in range(num_rows - len(rows)):
-            token_ids.append(token_ids[shortest])
-            positions.append(positions[shortest])
-            slots.append(-1)
-            bounds.append(len(token_ids))
-            lens.append(lens[shortest])
-            rows.append(rows[shortest])
-            states.append(-1)
-        used = -(-max(lens) // PAGE_TOKENS)
+            positions.extend(range(span.start, span.end))
+            slots.extend(self._slots(span.row, span.start, span.end))
+        states = [span.row for span in spans]
+        if num_rows > len(spans):
+            shortest = min(range(len(spans)), key=lambda n: spans[n].end)
+            fill = num_rows - len(spans)
+            token_ids += [token_ids[shortest]] * fill
+            positions += [positions[shortest]] * fill
+            slots += [-1] * fill
+            spans += [spans[shortest]] * fill
+            states += [-1] * fill
+        cut = self._cut(plan)
+        parts = _split(spans, cut) if cut else ()
         # one transfer for what counts tokens, one for what counts sequences
         by_token = together((token_ids, positions, slots), torch.int64, self._device)
-        by_sequence = together((bounds, lens, states), torch.int32, self._device)
+        lists = [*_bounds(spans), states]
+        for part in parts:
+            lists += [*_bounds(part), [span.row for span in part]]
+        by_sequence = together(lists, torch.int32, self._device)
+        whole = self._batch(by_token, by_sequence[:3], spans, plan.kind, torch.tensor(token_ids))
+        if not cut:
+            return whole
+        sides = (slice(cut), slice(cut, None))
+        halves = (
+            self._batch(
+                [x[side] for x in by_token], by_sequence[first : first + 3], part, plan.kind,
+                whole.host_token_ids[side],
+            )
+            for side, first, part in zip(sides, (3, 6), parts, strict=True)
+        )  # fmt: skip
+        return replace(whole, halves=(next(halves), next(halves)))
+
+    def _batch(
+        self, by_token: Sequence[torch.Tensor], by_sequence: Sequence[torch.Tensor],
+        spans: Sequence[_Span], kind: StepKind, host_token_ids: torch.Tensor,
+    ) -> ForwardBatch:  # fmt: skip
+        rows = [span.row for span in spans]
+        used = -(-max(span.end for span in spans) // PAGE_TOKENS)
         return ForwardBatch(
             token_ids=by_token[0],
             positions=by_token[1],
@@ -77,10 +111,16 @@ class BatchBuilder:
             window_block_table=_rows_of(self._window, rows, used).to(self._device),
             block_table=_rows_of(self._rows, rows, used).to(self._device),
             state_index=by_sequence[2],
-            is_decode=plan.kind == "decode",
-            host_token_ids=torch.tensor(token_ids),
+            is_decode=kind == "decode",
+            host_token_ids=host_token_ids,
             scratch=self._scratch,
         )
+
+    def _cut(self, plan: StepPlan) -> int:
+        """Tokens of the first half, a multiple of a page; 0 for a step that stays whole."""
+        if not self._halves or plan.kind == "decode" or plan.num_tokens < 2 * LEAST_HALF:
+            return 0
+        return -(-plan.num_tokens // (2 * PAGE_TOKENS)) * PAGE_TOKENS
 
     def fixed(self, num_rows: int) -> ForwardBatch:
         """The inputs of every decode step of so many rows, at the same addresses; see `refill`."""
@@ -134,6 +174,25 @@ class BatchBuilder:
             pages[p // PAGE_TOKENS - first] * PAGE_TOKENS + p % PAGE_TOKENS
             for p in range(start, end)
         ]
+
+
+def _bounds(spans: Sequence[_Span]) -> tuple[list[int], list[int]]:
+    """Prefix sums of the new tokens, and the length of each sequence."""
+    sizes = (span.end - span.start for span in spans)
+    return list(itertools.accumulate(sizes, initial=0)), [span.end for span in spans]
+
+
+def _split(spans: Sequence[_Span], cut: int) -> tuple[list[_Span], list[_Span]]:
+    """The first ``cut`` tokens, and the others."""
+    first: list[_Span] = []
+    second: list[_Span] = []
+    left = cut
+    for span in spans:
+        middle = min(span.end, span.start + left)
+        left -= middle - span.start
+        first += [_Span(span.row, span.start, middle)] if span.start < middle else []
+        second += [_Span(span.row, middle, span.end)] if middle < span.end else []
+    return first, second
 
 
 def _rows_of(table: torch.Tensor, rows: list[int], used: int) -> torch.Tensor:

@@ -7,6 +7,7 @@ own, whose timeout ends a run in which a rank hangs. NCCL carries them between c
 from __future__ import annotations
 
 import datetime
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
@@ -77,6 +78,22 @@ class TensorParallel:
         except RuntimeError as error:
             raise self._lost(error) from error
         return x
+
+    def begin_sum(self, x: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """As `sum`; the result is called for after what may be computed meanwhile."""
+        try:
+            work = dist.all_reduce(x, group=self._group, async_op=True)
+        except RuntimeError as error:
+            raise self._lost(error) from error
+
+        def wait() -> torch.Tensor:
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise self._lost(error) from error
+            return x
+
+        return wait
 
     def join(self, x: torch.Tensor) -> torch.Tensor | None:
         """All ranks' columns `[N, v]` side by side on rank 0, None on the others."""

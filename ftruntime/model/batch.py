@@ -33,6 +33,7 @@ class ForwardBatch:
         is_decode: one new token a sequence, attention by ``mla_decode``.
         host_token_ids: ``token_ids`` on the host.
         scratch: as ``scratch.scratch_bytes`` says, zero at first; None where references run.
+        halves: the same tokens in two parts, back to back, each a batch of its own.
         tape: set while a step is taken down; then nothing is read on the host.
     """
 
@@ -47,6 +48,7 @@ class ForwardBatch:
     is_decode: bool
     host_token_ids: torch.Tensor
     scratch: torch.Tensor | None = None
+    halves: tuple[ForwardBatch, ForwardBatch] | None = None
     tape: Tape | None = None
 
     @property

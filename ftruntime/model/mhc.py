@@ -61,9 +61,11 @@ class HyperConnection:
         return streams, Input.of(x, fp8), (post, comb)
 
     @staticmethod
-    def after(y: torch.Tensor, streams: torch.Tensor, mixes: Mixes) -> torch.Tensor:
+    def after(
+        y: torch.Tensor, streams: torch.Tensor, mixes: Mixes, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """The streams with the sublayer's output mixed in, ``[T, hc, C]``."""
-        return ftkernels.hc_post(y, streams, *mixes)
+        return ftkernels.hc_post(y, streams, *mixes, out=out)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from ftruntime.model.lookahead import Lookahead
 from ftruntime.model.mhc import Head, HyperConnection
 from ftruntime.model.moe import MoE
 from ftruntime.model.numerics import Numerics
-from ftruntime.model.parallel import Alone, Parallel
+from ftruntime.model.parallel import Alone, Parallel, Summands, in_turn
 from ftruntime.model.router import Router
 
 
@@ -122,18 +122,36 @@ class Transformer:
         layers: tuple[int, int],
     ) -> torch.Tensor:  # fmt: skip
         """As `forward`, within a `step` and of one layer at least."""
+        if batch.halves is None:
+            return in_turn([self._layers_of(streams, batch, storage, layers)], self.parallel)[0]
+        out = torch.empty_like(streams)
+        sizes = [half.token_ids.shape[0] for half in batch.halves]
+        parts = zip(
+            streams.split_with_sizes(sizes), out.split_with_sizes(sizes), batch.halves, strict=True
+        )
+        in_turn(
+            [self._layers_of(rows, half, storage, layers, into) for rows, into, half in parts],
+            self.parallel,
+        )  # fmt: skip
+        return out
+
+    def _layers_of(
+        self, streams: torch.Tensor, batch: ForwardBatch, storage: KVStorage,
+        layers: tuple[int, int], out: torch.Tensor | None = None,
+    ) -> Summands:  # fmt: skip
+        """Yields what this rank adds to each sublayer's output, and is sent the sum."""
         first, end = layers
         x, mixes = self._layers[first].attn_hc.before(streams, batch)
         for number in range(first, end):
             layer, kv = self._layers[number], storage.layers[number]
             tables = self._tables[bool(self.config.compress_ratios[number])]
-            y = self.parallel.sum(layer.attn(x, batch, kv, tables))
+            y = yield layer.attn(x, batch, kv, tables)
             streams, x, mixes = layer.ffn_hc.between(y, streams, mixes, batch)
-            y = self.parallel.sum(layer.ffn(x, batch))
+            y = yield layer.ffn(x, batch)
             if number + 1 < end:
                 following = self._layers[number + 1].attn_hc
                 streams, x, mixes = following.between(y, streams, mixes, batch)
-        return HyperConnection.after(y, streams, mixes)
+        return HyperConnection.after(y, streams, mixes, out)
 
     @property
     def most_rows_at_once(self) -> int | None:

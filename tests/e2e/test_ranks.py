@@ -32,13 +32,13 @@ def tokens(count: int) -> list[int]:
     return torch.randint(2, 512, (count,), generator=generator).tolist()
 
 
-def run(model: object, ranks: int, **flags: object):
-    with LLM(model=model, tp=ranks, **FLAGS, **flags) as llm:
+def run(model: object, ranks: int, lengths: dict[int, int] = LENGTHS, **flags: object):
+    with LLM(model=model, tp=ranks, **{**FLAGS, **flags}) as llm:
         params = [
             SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, prompt_logprobs=0)
-            for count in LENGTHS.values()
+            for count in lengths.values()
         ]
-        outs = llm.generate([tokens(count) for count in LENGTHS], params)
+        outs = llm.generate([tokens(count) for count in lengths], params)
         stats = llm.stats()
     assert stats["integrity"] == "ok"
     assert (stats["used_pages"], stats["used_window_pages"]) == (0, 0)
@@ -52,14 +52,28 @@ OFFLOAD = {"moe_backend": "offload", "moe_cache_rate": 0.3}
 def test_ranks_equal_one_rank(moe, demos):
     expected, one = run(demos["tiny"], 1, **moe)
     got, several = run(demos["tiny"], RANKS, **moe)
-    for own, other in zip(got, expected, strict=True):
-        assert own.outputs[0].token_ids == other.outputs[0].token_ids
-        for score, wanted in zip(own.prompt_logprobs[1:], other.prompt_logprobs[1:], strict=True):
-            assert score == pytest.approx(wanted, abs=1e-5)
+    check(got, expected)
     for phase in ("decode", "prefill"):
         ours, theirs = several["experts"][phase], one["experts"][phase]
         assert (ours["hits"], ours["misses"]) == (theirs["hits"], theirs["misses"])
         assert ours["bytes_h2d"] * RANKS == theirs["bytes_h2d"]
+
+
+def check(got, expected) -> None:
+    for own, other in zip(got, expected, strict=True):
+        assert own.outputs[0].token_ids == other.outputs[0].token_ids
+        for score, wanted in zip(own.prompt_logprobs[1:], other.prompt_logprobs[1:], strict=True):
+            assert score == pytest.approx(wanted, abs=1e-5)
+
+
+def test_a_prompt_in_halves_equals_one_rank(demos):
+    """Chunks of 640 tokens, whose halves each look their experts up."""
+    lengths, chunk = {700: 20, 900: 20}, {"max_prefill_length": 640, "num_tokens": 65536}
+    expected, one = run(demos["tiny"], 1, lengths, **chunk, **OFFLOAD)
+    got, several = run(demos["tiny"], 2, lengths, **chunk, **OFFLOAD)
+    check(got, expected)
+    ours, theirs = (stats["experts"]["prefill"] for stats in (several, one))
+    assert ours["hits"] + ours["misses"] > theirs["hits"] + theirs["misses"]
 
 
 def spoil_first_row(directory: Path) -> None:

@@ -152,8 +152,10 @@ def test_compute_takes_each_part_at_its_ceiling():
 def test_all_reduces_of_a_chunk_on_eight_cards():
     # 86 of 28 MB each, 7/4 of the bytes by ring, 12 GB/s
     step = model().prefill(3456, 32768)
-    assert step.all_reduce_s == pytest.approx(0.355 + 86 * 30e-6, rel=2e-3)
-    assert model(2).prefill(3456, 32768).all_reduce_s == pytest.approx(0.203 + 86 * 30e-6, rel=2e-3)
+    # in halves twice as many calls
+    assert step.all_reduce_s == pytest.approx(0.355 + 2 * 86 * 30e-6, rel=2e-3)
+    two = model(2).prefill(3456, 32768)
+    assert two.all_reduce_s == pytest.approx(0.203 + 2 * 86 * 30e-6, rel=2e-3)
     assert model(1).prefill(3456, 8192).all_reduce_s == 0
 
 
@@ -180,6 +182,37 @@ def test_both_ends_of_what_overlaps():
     values = step.to_dict()
     assert (values["sum_ms"], values["overlapped_ms"]) == (16000, 10000)
     assert (values["tokens_per_s"], values["tokens_per_s_overlapped"]) == (0.6, 1)
+
+
+def test_halves_hide_sums_and_read_weights_twice():
+    bus, work, reduce = 8.0, 4.0, 1.0
+    assert StepTime(10, 4, bus, 3.0, work, reduce, halves=True).overlapped_s == bus + reduce + 1
+    step = StepTime(10, 4, 0.5, 3.0, work, reduce, halves=True)
+    assert step.overlapped_s == work + 1.5 / 4
+    assert step.sum_s == 8.5
+    config, plan = planned()
+    whole = StepModel(config, FLASH, dataclasses.replace(plan, in_halves=False), RTX_4090)
+    halved = StepModel(config, FLASH, plan, RTX_4090)
+    assert plan.in_halves
+    before, after = whole.prefill(3456, 32768), halved.prefill(3456, 32768)
+    twice = plan.bytes["weights"] - looked_up_bytes(FLASH, 8) + 43 * 256 * EXPERT / 8
+    assert after.memory_s - before.memory_s == pytest.approx(twice / 1008e9, rel=1e-4)
+    assert (after.bus_s, after.compute_s) == (before.bus_s, before.compute_s)
+    assert after.overlapped_s < 0.85 * before.overlapped_s
+    assert halved.prefill(511, 32768) == whole.prefill(511, 32768)
+    assert halved.decode(50, 32768) == whole.decode(50, 32768)
+
+
+@pytest.mark.parametrize(
+    ("cards", "flags", "halves"),
+    [
+        (8, {}, True), (1, {}, False), (2, {"moe_cache_size": 256}, True),
+        (2, {"moe_cache_size": 255}, False), (8, {"moe_backend": "fused"}, True),
+    ],
+)  # fmt: skip
+def test_a_chunk_runs_in_halves_where_it_pays(cards, flags, halves):
+    """Not alone, nor where the second half had to bring a layer's experts in again."""
+    assert planned(cards, num_tokens=8192, **flags)[1].in_halves is halves
 
 
 def test_hit_rates_between_the_simulated_points():

@@ -19,7 +19,7 @@ import logging
 import pytest
 import torch
 
-from ftkernels import backend
+from ftkernels import ExpertCache, backend
 from ftruntime import LLM, SamplingParams
 from ftruntime.demo import make_demo
 from ftruntime.engine import build
@@ -27,7 +27,7 @@ from ftruntime.engine.graphs import GraphPool, Pieces
 from ftruntime.engine.runner import BatchBuilder
 from ftruntime.sizing import Sizer
 from ftruntime.types import SeqPlan, StepPlan
-from tests.support.recording import CaptureError, RecordedGraphs
+from tests.support.recording import CaptureError, RecordedGraph, RecordedGraphs
 
 pytestmark = pytest.mark.skipif(
     backend.interpreted(), reason="launches on meta tensors need a process without TRITON_INTERPRET"
@@ -86,8 +86,7 @@ def test_a_replay_gives_the_bits_of_single_launches(flags, demo, graphs, monkeyp
     assert stats["graphs"]["replayed"] + stats["graphs"]["missed"] == stats["decode_steps"]
     pieces = NUM_LAYERS + 1 if "moe_backend" in flags else 1
     assert len(graphs.graphs) == pieces * len(captured)
-    for graph in graphs.graphs:
-        assert graph.nodes
+    assert all(graph.num_replays for graph in graphs.graphs), "no step fills more up than it has to"
     monkeypatch.setattr(Sizer, "graph_sizes", lambda self: ())
     expected, single = answers(demo, flags)
     assert single["graphs"] == {"rows": [], "replayed": 0, "missed": 0}
@@ -109,6 +108,24 @@ def test_experts_are_looked_up_as_if_launched_one_by_one(demo, graphs, monkeypat
     assert counts[0]["hits"] + counts[0]["misses"] == 11 * NUM_LAYERS * 4
     assert counts[0]["prefetch_used"] > 0
     assert counts[0] == counts[1]
+
+
+def test_slots_are_held_until_their_products_are_launched(demo, graphs, monkeypatch):
+    log = []
+    groups, replay = ExpertCache.groups, RecordedGraph.replay
+
+    def noted(self, layer, ids, **kwargs):
+        for slots in groups(self, layer, ids, **kwargs):
+            log.append("held")
+            yield slots
+            log.append("free")
+
+    monkeypatch.setattr(RecordedGraph, "replay", lambda self: (log.append("run"), replay(self)))
+    with LLM(model=demo, **FLAGS, moe_backend="offload", moe_cache_size=20) as llm:
+        monkeypatch.setattr(ExpertCache, "groups", noted)
+        llm.generate([[5]], SamplingParams(temperature=0, max_tokens=3, ignore_eos=True))
+    prefill = ["held", "free"] * NUM_LAYERS
+    assert log == [*prefill, *(["run", *["held", "run", "free"] * NUM_LAYERS] * 2)]
 
 
 def test_a_captured_step_reads_nothing_on_the_host(demo, graphs, monkeypatch):
