@@ -16,10 +16,9 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from demo.text import Chapter
-from ftruntime.demo.vocabulary import BOS, EOS
 from ftruntime.evaluate import needles
+from ftruntime.tokenizer import special
 
-USER, ASSISTANT, THINK_END = "<｜User｜>", "<｜Assistant｜>", "</think>"
 CHAT_SHARE: Final = 0.12
 NEEDLE_SHARE: Final = 0.18
 ANSWER_WEIGHT: Final = 3.0
@@ -44,7 +43,8 @@ class Data:
 
     def __init__(self, chapters: Sequence[Chapter], tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._ids = {token: self._id(token) for token in (BOS, EOS, USER, ASSISTANT, THINK_END)}
+        chat = (special.BOS, special.EOS, special.USER, special.ASSISTANT, special.THINK_CLOSE)
+        self._bos, self._eos, self._user, self._assistant, self._think_close = map(self._id, chat)
         lines: list[list[int]] = []
         self._passages: list[list[tuple[str, list[int]]]] = []
         for chapter in chapters:
@@ -90,7 +90,7 @@ class Data:
             weights[[i for i in answers if i < tokens]] = ANSWER_WEIGHT
         else:
             start = int(rng.integers(len(self.stream) - tokens))
-            ids = [self._ids[BOS], *self.stream[start : start + tokens - 1]]
+            ids = [self._bos, *self.stream[start : start + tokens - 1]]
         return np.array(ids[:tokens], dtype=np.int64), weights
 
     def _chats(self, rng: np.random.Generator, tokens: int) -> list[int]:
@@ -114,11 +114,8 @@ class Data:
             if rng.random() < 0.3:
                 asked = asked.rstrip("?.").lower() if rng.random() < 0.5 else asked.rstrip("?.")
         answer = [i for _, line in passage[first : first + count] for i in line]
-        special = self._ids
-        return [
-            special[BOS], special[USER], *self.encode(asked), special[ASSISTANT],
-            special[THINK_END], *answer[:-1], special[EOS],
-        ]  # fmt: skip
+        begin = [self._bos, self._user, *self.encode(asked), self._assistant, self._think_close]
+        return [*begin, *answer[:-1], self._eos]
 
     def _needles(self, rng: np.random.Generator, tokens: int) -> tuple[list[int], list[int]]:
         """Text with statements and questions strewn in, and where the answers stand."""
@@ -133,7 +130,7 @@ class Data:
             for _ in range(2):
                 events.append((float(rng.uniform(place, tokens)), needle, True))
         events.sort()
-        ids: list[int] = [self._ids[BOS]]
+        ids: list[int] = [self._bos]
         answers: list[int] = []
         line = int(rng.integers(len(self._lines)))
         for place, needle, asked in events:

@@ -1,0 +1,63 @@
+"""What simple models make of the held-out text: ``python -m demo.baselines FOLDER``.
+
+A unigram of characters with one added to every count, and an interpolated 5-gram of characters
+whose orders are weighed by how many different characters followed (Witten-Bell).
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections import Counter, defaultdict
+from pathlib import Path
+
+from demo import text
+from demo.train import HELD_OUT, SPLIT_SEED
+
+ORDER = 5
+
+
+def unigram(train: str, held_out: str) -> float:
+    """Bits a character."""
+    counts = Counter(train)
+    alphabet = len(set(train) | set(held_out))
+    total = len(train) + alphabet
+    return -sum(math.log2((counts[c] + 1) / total) for c in held_out) / len(held_out)
+
+
+def ngram(train: str, held_out: str, order: int = ORDER) -> float:
+    """Bits a character when the `order - 1` characters before it are known."""
+    alphabet = len(set(train) | set(held_out))
+    followers: list[dict[str, Counter[str]]] = [defaultdict(Counter) for _ in range(order)]
+    for length, table in enumerate(followers):
+        for i in range(length, len(train)):
+            table[train[i - length : i]][train[i]] += 1
+    totals = [{context: c.total() for context, c in table.items()} for table in followers]
+    bits = 0.0
+    for i, char in enumerate(held_out):
+        chance = 1 / alphabet
+        for length in range(min(order - 1, i) + 1):
+            context = held_out[i - length : i]
+            seen = followers[length].get(context)
+            if seen is None:
+                break
+            total, kinds = totals[length][context], len(seen)
+            chance = (seen[char] + kinds * chance) / (total + kinds)
+        bits -= math.log2(chance)
+    return bits / len(held_out)
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    folder = parser.parse_args().folder
+    parts = text.split(text.fetch(folder), seed=SPLIT_SEED, held_out=HELD_OUT)
+    train, held_out = (text.join(part) for part in parts)
+    print(f"bits per character of {len(held_out)} held-out characters")
+    print(f"unigram  {unigram(train, held_out):.4f}")
+    print(f"{ORDER}-gram   {ngram(train, held_out):.4f}")
+
+
+if __name__ == "__main__":
+    main()

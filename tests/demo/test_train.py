@@ -1,0 +1,133 @@
+"""Training on a small shape: it learns, goes on where it stopped, and exports what it trained.
+
+Mutants run, each noticed: optimizer state left out of the file, the step number left out, the
+second half of a bank exported as the first, weights exported without their last step.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+
+from demo import export, model, shape, train
+from demo.attention import Selection
+from demo.model import Ops
+from demo.optimizer import Optimizer, orthogonal
+from demo.text import Chapter
+from ftruntime.llm import LLM
+from ftruntime.model.config import ModelConfig
+from ftruntime.types import SamplingParams
+
+SMALL = {
+    "hidden_size": 64, "moe_intermediate_size": 32, "n_routed_experts": 4, "head_dim": 64,
+    "qk_rope_head_dim": 16, "o_lora_rank": 16, "index_head_dim": 32, "index_topk": 16,
+    "hc_sinkhorn_iters": 3, "vocab_size": 300, "compress_ratios": [0, 4, 128],
+    "num_hidden_layers": 3,
+}  # fmt: skip
+STAGES = (
+    train.Stage(0.6, 1, 256, Selection(sparse=False)),
+    train.Stage(1.0, 1, 256, Selection(sparse=True, learn=True), rounding=True),
+)
+RECIPE = train.Recipe(total_tokens=8 * 256, warmup_steps=1)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    small = shape.config(**SMALL)
+    monkeypatch.setattr(shape, "config", lambda: small)
+    monkeypatch.setattr(shape, "VOCAB_SIZE", 300)
+    monkeypatch.setattr(train, "STAGES", STAGES)
+    chapters = [
+        Chapter(f"Ruth {c}", tuple(f"And Naomi {c} said unto Ruth {n}: Go." for n in range(40)))
+        for c in range(1, 24)
+    ]
+    lines = itertools.chain.from_iterable(
+        (c.heading, *(f"  {n} {verse}" for n, verse in enumerate(c.verses, 1))) for c in chapters
+    )
+    (tmp_path / "kjv.txt").write_text("\n".join(lines))
+    return tmp_path
+
+
+def test_it_learns_goes_on_and_is_what_is_served(folder):
+    run = train.Run(folder, RECIPE, Ops())
+    start = run.train_step()[0]
+    for _ in range(3):
+        run.train_step()
+    run.save()
+    other = train.Run(folder, RECIPE, Ops())
+    assert (other.step, other.tokens) == (4, 1024)
+    while run.done < 1:
+        assert run.train_step() == pytest.approx(other.train_step(), nan_ok=True, rel=1e-6)
+    end = run.train_step()[0]
+    assert end < start - 1.0
+    run.save()
+
+    with pytest.raises(ValueError, match=r"recipe is .*'seed': 1.*, expected the run's .*'seed': 0"):
+        train.Run(folder, replace(RECIPE, seed=1), Ops())
+
+    export.export(folder, folder / "model")
+    held_out = (folder / "held_out.txt").read_text()
+    with LLM(folder / "model", numerics="exact", num_tokens=1024) as llm:
+        ids = llm.tokenizer.encode(held_out)[:383]
+        params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0)
+        (output,) = llm.generate([0, *ids], params)
+    served = [entry[token] for token, entry in zip(ids, output.prompt_logprobs[1:], strict=True)]
+    config = ModelConfig.from_dict(shape.config())
+    with torch.no_grad():
+        kept = {n: w.bfloat16().float() if bf16(n, config) else w for n, w in run.weights.items()}
+        row = torch.tensor([[0, *ids]])
+        logits, _, _ = model.forward(config, model.cast(kept, config, torch.float32, True), row)
+    expected = torch.log_softmax(logits[0, :-1], -1).gather(1, row[0, 1:, None])[:, 0]
+    torch.testing.assert_close(torch.tensor(served), expected, rtol=1e-4, atol=1e-4)
+
+
+def bf16(name, config):
+    return model.weight_shapes(config)[name][1] == "BF16"
+
+
+def test_the_rate_rises_and_falls():
+    recipe = train.Recipe(warmup_steps=10, cooldown=0.5)
+    assert recipe.rate(0, 0.0) == pytest.approx(0.1)
+    assert recipe.rate(9, 0.1) == recipe.rate(500, 0.5) == 1
+    assert recipe.rate(500, 0.75) == pytest.approx(0.5)
+    assert 0 < recipe.rate(500, 1.0) < 0.05
+
+
+def test_stages_follow_the_tokens():
+    recipe = train.Recipe()
+    assert recipe.stage(0.0) == train.STAGES[0]
+    assert recipe.stage(1.0) == recipe.stage(0.9999) == train.STAGES[-1]
+    assert [stage.until for stage in train.STAGES] == sorted({s.until for s in train.STAGES})
+    assert all(stage.tokens % 128 == 0 for stage in train.STAGES)
+
+
+@pytest.mark.parametrize("size", [(3, 8, 20), (2, 20, 8), (1, 16, 16)])
+def test_orthogonal(size):
+    noise = torch.randn(size, generator=torch.Generator().manual_seed(0))
+    values = torch.linalg.svdvals(orthogonal(noise))
+    assert values.min() > 0.4
+    assert values.max() < 1.3
+
+
+def test_adam_by_hand():
+    weight = torch.tensor([1.0, 2.0], requires_grad=True)
+    optimizer = Optimizer({"w": weight}, {})
+    weight.grad = torch.tensor([0.5, -3.0])
+    optimizer.step(1, lr=0.1, matrix_lr=9.0, decay=9.0)
+    assert weight.grad is None
+    torch.testing.assert_close(weight.detach(), torch.tensor([0.9, 2.1]))
+
+
+def test_every_matrix_is_moved_in_blocks_of_its_size():
+    config = ModelConfig.from_dict(shape.config())
+    blocks, shapes = train.matrix_blocks(config), model.weight_shapes(config)
+    for name, block in blocks.items():
+        rows = torch.Size(shapes[name][0]).numel()
+        assert torch.Size(block).numel() == rows
+    assert blocks["layers.0.ffn.experts.w13"] == (32, 256, 256)
+    assert blocks["layers.1.attn.wq_b.weight"] == (8, 512, 64)
+    assert not [n for n in blocks if "embed" in n or "head" in n or "ffn.gate" in n or "norm" in n]
+
