@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = ("ftkernels", "ftruntime", "autotune", "bench_kernels", "tests", ".ci")
+FOLDERS = ("ftkernels", "ftruntime", "autotune", "bench_kernels", "demo", "tests", ".ci")
 SUFFIXES = {".py", ".toml", ".txt", ".md", ".json", ".sh", ".jinja"}
 COLUMNS = 100
 # the model's own tokens, and texts that test how characters are encoded
