@@ -6,6 +6,7 @@ import contextlib
 import subprocess
 import tempfile
 import time
+import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -74,7 +75,9 @@ def tune(
     card, of_card = _card(top, None if arch is None else int(arch))
     number = of_card or int(arch or 89)
     gpu = target.config_name() if card else target.of_arch(number).name
-    found = searching.problems(specs, arch=number, ranks=ranks)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # entries that are stale are those to be made again
+        found = searching.problems(specs, arch=number, ranks=ranks)
     if dry_run:
         print_problems(found)
         return

@@ -10,6 +10,7 @@ import json
 import os
 import re
 import subprocess
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -81,8 +82,9 @@ def attempt(job: Job) -> Trial:
         Stopped: the machine failed, so that nothing is known of the config.
     """
     try:
-        # of a kernel that ptxas refuses Triton prints the whole code
-        with contextlib.redirect_stdout(io.StringIO()):
+        # Triton prints the whole code of what ptxas refuses, a lookup warns of stale entries
+        with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
             return _attempt(job)
     except (
         OSError, MemoryError, RuntimeError, TritonError, subprocess.SubprocessError

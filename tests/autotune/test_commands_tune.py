@@ -7,13 +7,14 @@ tried after the search, a total of the first op alone.
 from __future__ import annotations
 
 import json
+import warnings
 
 import pytest
 import torch
 
 from autotune import cli, tune
 from autotune.search import Choice
-from ftkernels import backend
+from ftkernels import backend, config
 
 GPU = "nvidia_geforce_rtx_4090"
 
@@ -58,6 +59,18 @@ def test_tune_writes_a_file_an_op_and_prints_a_table(chosen, tmp_path, capsys):
     assert "modelled by a static model, no times" in out
     assert "wrote 1 files in" in err
     assert (chosen[0].arch, chosen[0].num_workers) == (89, 3)
+
+
+def test_stale_entries_are_no_warning(chosen, tmp_path, monkeypatch, capsys):
+    path = tmp_path / GPU / "swiglu_clamp.json"
+    path.parent.mkdir()
+    path.write_text("{")
+    monkeypatch.setattr(config, "_ROOT", tmp_path)
+    config.forget()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert _run(capsys, "tune", "swiglu_clamp", "--dry-run")[0] == 0
+    config.forget()
 
 
 def test_a_dry_run_searches_nothing(chosen, tmp_path, capsys):

@@ -4,7 +4,8 @@ Mutants tried: the state ignored, half a line taken for damage, damage taken for
 config, sources, model, Triton version or card left out of the identity, results in the order in
 which they came; an error of the machine kept as a verdict, a refusal of ptxas or a compile error
 taken for the machine's, the reason below a compile error not looked at, what Triton prints left on
-stdout, a disk that is full unnoticed, two states of one file.
+stdout, warnings of stale entries let through, a disk that is full unnoticed, one file as the state of
+two.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import errno
 import json
 import subprocess
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -131,6 +133,7 @@ MACHINE = {
 def _failing(monkeypatch, error: Exception) -> None:
     def compile_launches(spec, case, *, arch):
         print("the whole code of a kernel")
+        warnings.warn("entries ignored", stacklevel=1)
         raise error
 
     monkeypatch.setattr(trials, "_spec", {"toy": TOY, "host": HOST}.__getitem__)
@@ -140,7 +143,10 @@ def _failing(monkeypatch, error: Exception) -> None:
 @pytest.mark.parametrize("error", VERDICTS.values(), ids=VERDICTS)
 def test_a_verdict_of_the_compiler_is_kept(error, tmp_path, monkeypatch, capsys):
     _failing(monkeypatch, error)
-    assert _run([_job()], State(tmp_path / "s", pytest.fail)) == [Trial(error="does not compile")]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = _run([_job()], State(tmp_path / "s", pytest.fail))
+    assert found == [Trial(error="does not compile")]
     assert (tmp_path / "s").read_bytes().count(b"\n") == 1
     assert capsys.readouterr().out == ""
 
