@@ -1,7 +1,8 @@
 """`ft-autotune tune` from the shell: what it prints, writes and refuses.
 
 Mutants tried: a dry run that compiles, sizes of a group that no case has let through, a folder
-tried after the search, a total of the first op alone.
+tried after the search, its files not looked at, a total of the first op alone, rules not printed, a
+table wider than 80 columns, warnings of stale entries.
 """
 
 from __future__ import annotations

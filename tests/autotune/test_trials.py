@@ -4,8 +4,7 @@ Mutants tried: the state ignored, half a line taken for damage, damage taken for
 config, sources, model, Triton version or card left out of the identity, results in the order in
 which they came; an error of the machine kept as a verdict, a refusal of ptxas or a compile error
 taken for the machine's, the reason below a compile error not looked at, what Triton prints left on
-stdout, warnings of stale entries let through, a disk that is full unnoticed, one file as the state of
-two.
+stdout, warnings of stale entries let through, a disk that is full unnoticed, two states of a file.
 """
 
 from __future__ import annotations
