@@ -92,6 +92,14 @@ def test_a_lookup_that_gives_something_else_is_wrong():
 
 
 @pytest.mark.parametrize("most_work", [1e9, 11000.0], ids=["whole", "fewer rows"])
+def test_an_entry_that_is_not_what_serving_finds_is_wrong(most_work, check):
+    with config.pin("toy", Tile(16, 4)):
+        (checked,) = check(ENTRY, most_work=most_work)
+    assert checked.error == "the lookup gives Tile(block=16, num_warps=4) (pinned)"
+    assert checked.ran == (most_work == 1e9)
+
+
+@pytest.mark.parametrize("most_work", [1e9, 11000.0], ids=["whole", "fewer rows"])
 def test_an_op_that_does_not_run_is_wrong(most_work, check):
     def toy(x: torch.Tensor) -> torch.Tensor:
         if config.lookup("toy", _sizes(x), default_tile, grows="T").block == 32 and not x.is_meta:

@@ -191,8 +191,8 @@ DAMAGED = {
     "deep lists": b"[" * 100_000,
     "deep objects": b'{"a":' * 100_000,
     "a deep entry": b'{"schema": 1, "entries": [' + b"[" * 100_000,
-    "no number": b'{"schema": NaN}',
-    "no number of an entry": b'{"schema": 1, "entries": [{"us": -Infinity}]}',
+    "no number": b'{"op": "some_op", "gpu": "nvidia_geforce_rtx_4090", "schema": 1, '
+                 b'"entries": [], "us": NaN}',
     "a number of 5000 digits": b'{"schema": ' + b"9" * 5000 + b"}",
     "a true schema": b'{"op": "some_op", "gpu": "nvidia_geforce_rtx_4090", "schema": true, '
                      b'"entries": []}',
@@ -205,7 +205,7 @@ def test_t13_a_damaged_file_is_ignored_with_one_warning(content, store):
     config.forget()
     with pytest.warns(UserWarning, match="ignored: ") as caught:
         assert _lookup(T=512, I=48) == DEFAULT
-    assert len(caught) == 1
+    assert [str(x.message).startswith("config file ") for x in caught] == [True]
 
 
 def test_an_entry_that_is_no_object_spoils_no_other(store):

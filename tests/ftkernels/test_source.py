@@ -15,6 +15,7 @@ import sys
 import time
 import tokenize
 from collections.abc import Callable
+from hashlib import sha256
 from types import ModuleType
 
 import pytest
@@ -153,6 +154,16 @@ def test_kernels_that_are_reached_count_and_nothing_else(hashed):
         assert hashed(**_changed(part)) == base, part
     assert hashed(tiles="# words\n" + _KERNEL) == base
     assert hashed("other", **_changed("deep")) == hashed("other")
+
+
+def test_the_hash_is_of_names_and_code_in_order(hashed):
+    """So that every process has the same."""
+    reached = ["deep", "op", "tiles"]
+    parts = []
+    for name in reached:
+        code = "\n".join(source.code_lines(PARTS[name]))
+        parts.append(f"pkg.{name} {sha256(code.encode()).hexdigest()}")
+    assert hashed() == sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
 def test_several_functions_count_together_in_any_order(hashed):
