@@ -23,14 +23,19 @@ _KEYS_MULTIPLE = 16
 
 @dataclass(frozen=True)
 class Selection:
-    """How a layer with an indexer treats its compressed rows.
+    """Which keys a query sees.
 
-    ``sparse``: only the selected rows are attended, as in the model; else all visible ones.
-    ``learn``: also return the indexer's distance from what attention looked at.
+    ``sparse``: of a layer with an indexer only the selected rows, as in the model; else all that
+    are visible. ``learn``: also return the indexer's distance from what attention looked at.
+    The others take away what the model has, to measure what it is worth: ``rows`` off no
+    compressed row, ``worst`` the rows that the indexer likes least, ``window`` fewer tokens.
     """
 
     sparse: bool = True
     learn: bool = False
+    rows: bool = True
+    worst: bool = False
+    window: int = BLOCK
 
 
 class _SinkAttention(torch.autograd.Function):
@@ -61,7 +66,7 @@ class _SinkAttention(torch.autograd.Function):
         by_head = scores.view(len(q), -1, ctx.heads, keys.shape[1])
         wide = torch.promote_types(scores.dtype, torch.float32)
         grad_sink = by_head[..., -1].sum((0, 1), dtype=wide)
-        by_head[..., -1] = 0
+        # the sink's key is zero and stays so: what its column gives to keys is dropped
         grad_keys = torch.bmm(scores.mT, q) + torch.bmm(probs.mT, grad)
         return torch.bmm(scores, keys), grad_keys, None, grad_sink
 
@@ -98,7 +103,7 @@ def attention(
     kv = rounding.row(rotate(kv.view(batch, tokens, width), cos, sin), rope)
 
     rows, index, mask = None, None, None
-    if ratio:
+    if ratio and selection.rows:
         rows = compress(config, w, "compressor", ratio, x.view(batch, tokens, -1))
         rows = rounding.row(rows, rope)
         mask = _visible(tokens, ratio, rows.shape[1])
@@ -107,8 +112,11 @@ def attention(
             index = index_scores(config, w, x.detach(), qr_in.detach(), batch, rounding)
         index = index.masked_fill(~mask, float("-inf"))
         if selection.sparse and index.shape[2] > config.index_topk:
-            mask = mask & _selected(index.detach(), config.index_topk)
-    out, probs = _attend(q, kv, rows, mask, w["attn_sink"])
+            order = index.detach()
+            if selection.worst:
+                order = (-order).masked_fill(~mask, float("-inf"))
+            mask = mask & _selected(order, config.index_topk)
+    out, probs = _attend(q, kv, rows, mask, w["attn_sink"], selection.window)
     loss = None
     if index is not None and mask is not None and selection.learn:
         loss = _index_loss(index, mask, probs[..., 2 * BLOCK :], heads)
@@ -122,7 +130,7 @@ def attention(
 
 
 def _attend(
-    q: Tensor, kv: Tensor, rows: Tensor | None, visible: Tensor | None, sink: Tensor
+    q: Tensor, kv: Tensor, rows: Tensor | None, visible: Tensor | None, sink: Tensor, size: int
 ) -> tuple[Tensor, Tensor]:
     """Outputs `[blocks, 128 * H, d]` of `q [B, T, H, d]`, and the probabilities."""
     batch, tokens, heads, width = q.shape
@@ -130,7 +138,7 @@ def _attend(
     before = pad(kv, (0, 0, BLOCK, 0))[:, :tokens].view(batch, blocks, BLOCK, width)
     parts = [before, kv.view(batch, blocks, BLOCK, width)]
     i, j = torch.arange(BLOCK)[:, None], torch.arange(2 * BLOCK)
-    window = ((j > i) & (j <= i + BLOCK)).expand(blocks, -1, -1).clone()
+    window = ((j > i + BLOCK - size) & (j <= i + BLOCK)).expand(blocks, -1, -1).clone()
     window[0, :, :BLOCK] = False
     seen = [window.expand(batch, -1, -1, -1)]
     count = 2 * BLOCK

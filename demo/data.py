@@ -31,6 +31,28 @@ _WORD: Final = re.compile(r"[A-Za-z]{4,}")
 
 
 @dataclass(frozen=True)
+class TextEncoder:
+    """Ids of text and of the chat tokens, in the form that `ftruntime.evaluate` asks for."""
+
+    backend: Tokenizer
+
+    @property
+    def bos_token_id(self) -> int:
+        return self.id_of(special.BOS)
+
+    def encode(self, text: str) -> list[int]:
+        ids: list[int] = self.backend.encode(text).ids
+        return ids
+
+    def id_of(self, token: str) -> int:
+        """The id of one whole token."""
+        number = self.backend.token_to_id(token)
+        if number is None:
+            raise ValueError(f"tokenizer lacks {token!r}, expected the chat tokens")
+        return int(number)
+
+
+@dataclass(frozen=True)
 class Batch:
     """`ids` and `weights [B, T]`: the weight of predicting each token; position 0 has none."""
 
@@ -42,9 +64,10 @@ class Data:
     """Everything that batches are made of, encoded once."""
 
     def __init__(self, chapters: Sequence[Chapter], tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+        code = TextEncoder(tokenizer)
+        self.encode = code.encode
         chat = (special.BOS, special.EOS, special.USER, special.ASSISTANT, special.THINK_CLOSE)
-        self._bos, self._eos, self._user, self._assistant, self._think_close = map(self._id, chat)
+        self._bos, self._eos, self._user, self._assistant, self._think_close = map(code.id_of, chat)
         lines: list[list[int]] = []
         self._passages: list[list[tuple[str, list[int]]]] = []
         for chapter in chapters:
@@ -57,16 +80,6 @@ class Data:
         text = " ".join(verse for chapter in chapters for verse in chapter.verses)
         inner = re.findall(r"(?<=[a-z] )[A-Z][a-z]{3,9}(?=[ ,.;:])", text)
         self._names = sorted({*inner, *needles.NAMES})
-
-    def encode(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(text).ids
-        return ids
-
-    def _id(self, token: str) -> int:
-        number = self._tokenizer.token_to_id(token)
-        if number is None:
-            raise ValueError(f"tokenizer lacks {token!r}, expected the chat tokens")
-        return int(number)
 
     def counts(self, vocab_size: int) -> Tensor:
         """How often each token occurs in the text, `[V]`."""

@@ -251,6 +251,7 @@ def run(folder: Path, recipe: Recipe, *, compiled: bool) -> bool:
 def bits_per_char(
     config: ModelConfig, w: dict[str, Tensor], tokenizer: Tokenizer, held_out: str, *,
     window: int, rounding: Rounding, limit: int | None = None,
+    selection: Selection | None = None,
 ) -> float:  # fmt: skip
     """Bits a character over windows of BOS and `window - 1` tokens, each apart; `limit` bounds the
     number of windows. `window` is a multiple of 128.
@@ -263,7 +264,7 @@ def bits_per_char(
         row = torch.zeros(1, window, dtype=torch.int64)
         row[0, 0] = config.bos_token_id
         row[0, 1 : len(part) + 1] = torch.tensor(part)
-        logits, _, _ = forward(config, w, row, rounding=rounding)
+        logits, _, _ = forward(config, w, row, rounding=rounding, selection=selection)
         nats += float(
             cross_entropy(logits[0, : len(part)], row[0, 1 : len(part) + 1], reduction="sum")
         )

@@ -1,8 +1,8 @@
 """The training forward against transformers, and its hand-written gradients against differences.
 
 Mutants run, each noticed: compressed rows visible one token late, a window of 64, no sink, the mix
-untransposed, a column step less, gate and up swapped, no YaRN, every row selected, the sink's
-column left in the gradient.
+untransposed, a column step less, gate and up swapped, no YaRN, every row selected, rows seen
+though taken away, the worst rows being the best.
 """
 
 from __future__ import annotations
@@ -178,3 +178,27 @@ def test_gradients_pass_straight_through(rounded):
     out.backward(torch.full_like(out, 2.0))
     assert 0 < (out - weight).abs().max() < 1
     assert torch.equal(weight.grad, torch.full_like(weight, 2.0))
+
+
+@torch.no_grad()
+def test_what_is_taken_away_is_gone(config, weights):
+    """Each variant follows from its own definition: distant tokens stop to matter, or matter
+    otherwise.
+    """
+    w = model.cast(weights, config, torch.float32, False)
+    ids = ids_of(config, 1, 384)
+    changed = ids.clone()
+    changed[0, :64] = (ids[0, :64] + 1) % config.vocab_size
+
+    def last(x, selection):
+        return model.forward(config, w, x, selection=selection)[0][0, -1]
+
+    def moved(selection):
+        return float((last(ids, selection) - last(changed, selection)).abs().max())
+
+    assert moved(Selection()) > 1e-3
+    # six layers of a window of 50 reach 294 tokens back, and 320 are needed
+    assert moved(Selection(rows=False, window=50)) < 1e-5 < moved(Selection(rows=False))
+    whole = last(ids, Selection())
+    for selection in (Selection(sparse=False), Selection(worst=True), Selection(window=64)):
+        assert (last(ids, selection) - whole).abs().max() > 1e-3
