@@ -20,15 +20,10 @@ import triton
 import ftkernels
 from autotune import cli, entries, search, verify
 from ftkernels import backend, config
-from tests.autotune.toy import HOST, TOY, default_tile
+from tests.autotune.toy import ENTRY, HOST, TOY
 
 GPU = "nvidia_geforce_rtx_4090"
-GOOD = {
-    "key": {"I": 128, "T": 512}, "config": {"block": 32, "num_warps": 8}, "us": 1.0,
-    "source": "modelled", "triton": triton.__version__,
-    "source_hash": config.source_hash(default_tile),
-}  # fmt: skip
-SMALL = {**GOOD, "key": {"I": 7, "T": 16}}
+SMALL = {**ENTRY, "key": {"I": 7, "T": 16}}
 needs_compiler = pytest.mark.skipif(
     backend.interpreted(), reason="offline compiles need a process without TRITON_INTERPRET"
 )
@@ -60,7 +55,7 @@ def _write(folder: Path, *found: object, op: str = "toy") -> None:
 
 
 def test_good_entries_pass(folder, capsys):
-    _write(folder, GOOD, SMALL)
+    _write(folder, ENTRY, SMALL)
     expected = "2 entries looked up, 2 run by value, 0 failed\n"
     assert _run(capsys, "verify")[:2] == (0, expected)
     assert _run(capsys, "verify", "--quick")[:2] == (0, expected.replace("2", "1"))
@@ -68,7 +63,7 @@ def test_good_entries_pass(folder, capsys):
 
 @pytest.mark.filterwarnings("ignore:config file")
 def test_what_is_wrong_is_listed_and_counted(folder, capsys):
-    _write(folder, GOOD, {**SMALL, "triton": "3.1"}, {**GOOD, "key": {"I": 5, "T": 512}}, 7)
+    _write(folder, ENTRY, {**SMALL, "triton": "3.1"}, {**ENTRY, "key": {"I": 5, "T": 512}}, 7)
     (folder / "other.json").touch()
     (folder / ".toy.json.12").touch()
     code, out, err = _run(capsys, "verify")

@@ -9,18 +9,12 @@ from __future__ import annotations
 import json
 
 import pytest
-import triton
 
 from autotune import entries
 from ftkernels import config
-from tests.autotune.toy import HOST, TOY, default_tile
+from tests.autotune.toy import ENTRY, HOST, TOY
 
 GPU = "nvidia_geforce_rtx_4090"
-ENTRY = {
-    "key": {"I": 128, "T": 512}, "config": {"block": 32, "num_warps": 8}, "us": 1.0,
-    "source": "modelled", "triton": triton.__version__,
-    "source_hash": config.source_hash(default_tile),
-}  # fmt: skip
 
 
 @pytest.fixture

@@ -12,19 +12,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-import triton
 from triton.runtime.errors import OutOfResources
 
 from autotune import entries, search, verify
 from ftkernels import config
-from tests.autotune.toy import HOST, TOY, Tile, default_tile
+from tests.autotune.toy import ENTRY, HOST, TOY, Tile, default_tile
 
 GPU = "nvidia_geforce_rtx_4090"
-ENTRY = {
-    "key": {"I": 128, "T": 512}, "config": {"block": 32, "num_warps": 8}, "us": 1.0,
-    "source": "modelled", "triton": triton.__version__,
-    "source_hash": config.source_hash(default_tile),
-}  # fmt: skip
 
 
 @pytest.fixture

@@ -1,10 +1,11 @@
-"""An op that looks a config up and launches nothing, and one that holds it; with their SPECs."""
+"""An op that looks a config up and launches nothing, one that holds it, their SPECs, an entry."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import torch
+import triton
 
 from ftkernels import KernelSpec, config
 from ftkernels.spec import Case, Inputs
@@ -66,6 +67,11 @@ HOST = KernelSpec(
         {"name": "flash-alone", "T": 9, "I": 7},
     ),
 )  # fmt: skip
+ENTRY = {
+    "key": {"I": 128, "T": 512}, "config": {"block": 32, "num_warps": 8}, "us": 1.0,
+    "source": "modelled", "triton": triton.__version__,
+    "source_hash": config.source_hash(default_tile),
+}  # fmt: skip
 PLAIN = KernelSpec(
     op=toy_reference, reference=toy_reference, inputs=_inputs, bytes_moved=lambda case: 1,
     cases=({"name": "flash", "T": 1, "I": 1},), kernel=False,
