@@ -15,7 +15,9 @@ TRIALS: Final = FlagSpec(
     kind="int", help="Needles asked for at each distance.", default=10, low=1, high=1000
 )
 SEED: Final = FlagSpec(kind="int", help="Seed of the needles and their places.", default=0, low=0)
-TEXT: Final = FlagSpec(kind="str", help="UTF-8 text to score, or to hide needles in.")
+TEXT: Final = FlagSpec(
+    kind="str", help="UTF-8 file to score, and to hide needles in.", shown_default="none: required"
+)  # fmt: skip
 
 
 def eval_specs() -> Mapping[str, FlagSpec]:
