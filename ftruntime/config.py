@@ -32,7 +32,6 @@ __all__ = [
     "Plan",
     "RuntimeConfig",
     "flag_specs",
-    "inactive_flags",
     "resolve",
 ]
 
@@ -252,38 +251,3 @@ def _build(values: Mapping[str, object], explicit: frozenset[str]) -> RuntimeCon
 def flag_specs() -> dict[str, FlagSpec]:
     """Field name -> its flag, in the order of the help."""
     return {f.name: f.metadata["flag"] for f in fields(RuntimeConfig) if "flag" in f.metadata}
-
-
-def inactive_flags(config: RuntimeConfig, plan: Plan) -> list[str]:
-    """One line for each flag the user set that does not act in this plan, saying why."""
-    reasons = {
-        "disable_pynccl": "torch.distributed collectives are what is used anyway",
-        "moe_prefill_hit_d2d": "resident experts are read in place anyway",
-        **_idle_cache_flags(config, plan),
-    }
-    if config.expert_load == "serial":
-        reasons["expert_prefetch"] = "--expert-load serial reads one shard after the other"
-    if plan.kind == "cpu":
-        reasons["cuda_graph_max_bs"] = "there are no CUDA graphs without a GPU"
-    elif config.numerics == "exact":
-        reasons["cuda_graph_max_bs"] = "--numerics exact runs references, which read on the host"
-    elif (config.cuda_graph_max_bs or 0) > config.max_running_requests:
-        reasons["cuda_graph_max_bs"] = (
-            f"no batch is larger than --max-running-requests ({config.max_running_requests})"
-        )
-    return [
-        f"flag without effect {flag_name(name)}={getattr(config, name)}: {reasons[name]}"
-        for name in flag_specs()
-        if name in reasons and name in config.explicit
-    ]
-
-
-def _idle_cache_flags(config: RuntimeConfig, plan: Plan) -> dict[str, str]:
-    if plan.moe_backend == "fused":
-        names = ("moe_cache_auto", "kv_reserve_tokens", "moe_prefetch_layers")
-        return dict.fromkeys(names, "all experts are resident, there are no slots to fill")
-    for name in ("num_tokens", "num_pages", "moe_cache_size", "moe_cache_rate"):
-        if getattr(config, name) is not None:
-            what = "the KV capacity" if name.startswith("num") else "the expert slots"
-            return {"kv_reserve_tokens": f"{flag_name(name)} sets {what}"}
-    return {}

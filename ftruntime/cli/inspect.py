@@ -12,7 +12,7 @@ from ftruntime import inspect as inspection
 from ftruntime import log
 from ftruntime.cli.common import checkpoint_shape, log_lines
 from ftruntime.cli.group import USAGE, refusals
-from ftruntime.config import inactive_flags
+from ftruntime.effective import inactive_flags
 from ftruntime.options import flag_options, read_config
 from ftruntime.plan import resolve
 

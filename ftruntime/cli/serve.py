@@ -13,8 +13,9 @@ import click
 from ftruntime import log
 from ftruntime.cli.common import checkpoint_shape, log_lines, progress_bar
 from ftruntime.cli.group import FAILED, USAGE, Failure, refusals
-from ftruntime.config import RuntimeConfig, inactive_flags
+from ftruntime.config import RuntimeConfig
 from ftruntime.demo_cache import DISTRIBUTION, ensure_demo
+from ftruntime.effective import inactive_flags
 from ftruntime.engine.meeting import Meeting, meeting_of
 from ftruntime.facts import probe
 from ftruntime.flags import refuse

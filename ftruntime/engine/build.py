@@ -14,6 +14,7 @@ import ftkernels
 from ftruntime.checkpoint.loader import load_weights
 from ftruntime.config import RuntimeConfig
 from ftruntime.demo_cache import ensure_demo
+from ftruntime.effective import effective_flags
 from ftruntime.engine.executor import DeviceExecutor, LeadingExecutor, Runs
 from ftruntime.engine.expert_store import ExpertStore
 from ftruntime.engine.graphs import GraphPool
@@ -117,6 +118,7 @@ def build_engine(
         if parallel is not None:
             parallel.close()
         raise
+    flags = effective_flags(config, plan)
     # what stands now stays: later collections need not walk it
     gc.freeze()
     _logger.info(
@@ -130,7 +132,7 @@ def build_engine(
         info=_info(plan, shape, directory), decode_log_interval=config.decode_log_interval,
         extra_stats=lambda: {
             "policy": _policy(config), "experts": experts.stats(),
-            "graphs": rank.executor.graph_stats(),
+            "graphs": rank.executor.graph_stats(), "flags": flags,
         },
     )  # fmt: skip
 

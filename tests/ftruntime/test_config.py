@@ -1,9 +1,8 @@
 """Settings: defaults of the contract, and the same sentence for a bad flag and a bad keyword.
 
 Mutants tried and seen red: an open bound made closed, the multiple of 128 not checked, the group
-check dropped, `nearest` rounded the wrong way, explicit names lost in the round trip,
-fused with slots accepted, idle cache flags not named under fused, a reserve not beside the number
-it stands for, read-ahead not with the serial loader.
+check dropped, `nearest` rounded the wrong way, explicit names lost in the round trip, fused with
+slots accepted.
 """
 
 from __future__ import annotations
@@ -15,18 +14,7 @@ import pytest
 from click.testing import CliRunner
 
 from ftruntime.cli import main
-from ftruntime.config import (
-    DeviceFacts,
-    RuntimeConfig,
-    flag_specs,
-    inactive_flags,
-    resolve,
-)
-from ftruntime.model.config import builtin
-
-CPU = DeviceFacts(kind="cpu", cards=0, memory_bytes=8 << 30)
-CUDA = DeviceFacts(kind="cuda", cards=1, memory_bytes=24 << 30)
-LARGE = DeviceFacts(kind="cuda", cards=1, memory_bytes=240 << 30)
+from ftruntime.config import RuntimeConfig, flag_specs
 
 # the table of the command line contract: name, default
 DEFAULTS = {
@@ -201,60 +189,3 @@ def test_the_key_is_not_shown():
 def test_frozen():
     with pytest.raises(dataclasses.FrozenInstanceError):
         RuntimeConfig().port = 1  # type: ignore[misc]
-
-
-def idle(facts: DeviceFacts, **flags: object) -> dict[str, str]:
-    """Flag without effect -> why, in a plan for Flash."""
-    config = RuntimeConfig.from_flags(**flags)
-    lines = inactive_flags(config, resolve(config, builtin("flash"), facts, strict=False))
-    assert all(line.startswith("flag without effect --") and "\n" not in line for line in lines)
-    words = [line.removeprefix("flag without effect ").split(": ", 1) for line in lines]
-    return {name.split("=")[0]: why for name, why in words}
-
-
-def test_only_flags_that_were_given_are_called_inactive():
-    assert idle(CPU) == idle(CUDA) == {}
-    report = {
-        "disable_pynccl": True, "moe_backend": "offload", "moe_cache_auto": True,
-        "kv_reserve_tokens": 8192, "expert_load": "parallel", "expert_prefetch": 2,
-        "moe_prefill_hit_d2d": True, "cache_type": "radix", "moe_prefetch_layers": 1,
-        "admission": "optimistic", "cuda_graph_max_bs": 64, "port": 1919,
-        "decode_interleave_every": 8, "enable_cache_report": True,
-    }  # fmt: skip
-    assert list(idle(CPU, **report)) == [
-        "--disable-pynccl", "--cuda-graph-max-bs", "--moe-prefill-hit-d2d",
-    ]  # fmt: skip
-    assert idle(CUDA, cache_type="naive", admission="reserve", cuda_graph_max_bs=4) == {}
-
-
-def test_flags_of_the_cache_do_not_act_when_all_experts_are_resident():
-    flags = {"moe_cache_auto": True, "kv_reserve_tokens": 4096, "moe_prefetch_layers": 2}
-    named = ["--moe-cache-auto", "--kv-reserve-tokens", "--moe-prefetch-layers"]
-    for lines in (idle(CPU, moe_backend="fused", **flags), idle(LARGE, **flags)):
-        assert list(lines) == named
-        assert set(lines.values()) == {"all experts are resident, there are no slots to fill"}
-    assert idle(CUDA, **flags) == {}
-
-
-def test_a_reserve_does_not_act_beside_the_number_it_stands_for():
-    reserve = {"kv_reserve_tokens": 4096}
-    for flag, what in (
-        ("num_tokens", "the KV capacity"), ("num_pages", "the KV capacity"),
-        ("moe_cache_size", "the expert slots"),
-    ):  # fmt: skip
-        name = f"--{flag.replace('_', '-')}"
-        assert idle(CUDA, **{flag: 1280}, **reserve) == {
-            "--kv-reserve-tokens": f"{name} sets {what}"
-        }
-    assert "--moe-cache-rate" in idle(CUDA, moe_cache_rate=0.5, **reserve)["--kv-reserve-tokens"]
-
-
-def test_shards_are_not_read_ahead_by_the_serial_loader():
-    assert list(idle(CPU, expert_load="serial", expert_prefetch=4)) == ["--expert-prefetch"]
-    assert idle(CPU, expert_load="auto", expert_prefetch=4) == {}
-
-
-def test_a_graph_batch_above_the_running_limit_is_said_on_a_gpu():
-    assert idle(CUDA, cuda_graph_max_bs=64, max_running_requests=50) == {
-        "--cuda-graph-max-bs": "no batch is larger than --max-running-requests (50)"
-    }

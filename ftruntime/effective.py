@@ -1,0 +1,82 @@
+"""What became of the flags of `serve`: the values in force, and which of them do not act here."""
+
+from __future__ import annotations
+
+from ftruntime.config import RuntimeConfig, flag_specs
+from ftruntime.flags import flag_name
+from ftruntime.plan import Plan
+
+_SECRET = "api_key"
+
+
+def effective_flags(config: RuntimeConfig, plan: Plan) -> dict[str, dict[str, object]]:
+    """For each flag but the key, as JSON values: what was ``given`` (None: nothing), the ``value``
+    in force, and for one that does not act a ``note`` that says why."""
+    became: dict[str, object] = {
+        "tensor_parallel_size": plan.ranks,
+        "moe_backend": plan.moe_backend,
+        "moe_cache_size": plan.expert_slots,
+        "moe_cache_rate": round(plan.expert_slots / plan.num_experts, 4),
+        "num_tokens": plan.num_tokens,
+        "num_pages": plan.num_pages,
+        "cuda_graph_max_bs": max(plan.graph_sizes, default=0),
+        "max_prefill_length": plan.chunk_tokens,
+        "max_model_len": plan.max_model_len,
+        "max_waiting_tokens": plan.max_waiting_tokens,
+        "device": plan.kind,
+    }
+    notes = _idle(config, plan)
+    flags: dict[str, dict[str, object]] = {}
+    for name in flag_specs():
+        if name == _SECRET:
+            continue
+        given = getattr(config, name)
+        flag: dict[str, object] = {
+            "given": given if name in config.explicit else None,
+            "value": became.get(name, given),
+        }
+        if name in notes:
+            flag["note"] = notes[name]
+        flags[flag_name(name)] = flag
+    return flags
+
+
+def inactive_flags(config: RuntimeConfig, plan: Plan) -> list[str]:
+    """One line for each flag the user set that does not act in this plan, saying why."""
+    reasons = _idle(config, plan)
+    return [
+        f"flag without effect {flag_name(name)}={getattr(config, name)}: {reasons[name]}"
+        for name in flag_specs()
+        if name in reasons and name in config.explicit
+    ]
+
+
+def _idle(config: RuntimeConfig, plan: Plan) -> dict[str, str]:
+    """Why a flag does not act, by field name."""
+    reasons = {
+        "disable_pynccl": "torch.distributed collectives are what is used anyway",
+        "moe_prefill_hit_d2d": "resident experts are read in place anyway",
+        **_idle_cache_flags(config, plan),
+    }
+    if config.expert_load == "serial":
+        reasons["expert_prefetch"] = "--expert-load serial reads one shard after the other"
+    if plan.kind == "cpu":
+        reasons["cuda_graph_max_bs"] = "there are no CUDA graphs without a GPU"
+    elif config.numerics == "exact":
+        reasons["cuda_graph_max_bs"] = "--numerics exact runs references, which read on the host"
+    elif (config.cuda_graph_max_bs or 0) > config.max_running_requests:
+        reasons["cuda_graph_max_bs"] = (
+            f"no batch is larger than --max-running-requests ({config.max_running_requests})"
+        )
+    return reasons
+
+
+def _idle_cache_flags(config: RuntimeConfig, plan: Plan) -> dict[str, str]:
+    if plan.moe_backend == "fused":
+        names = ("moe_cache_auto", "kv_reserve_tokens", "moe_prefetch_layers")
+        return dict.fromkeys(names, "all experts are resident, there are no slots to fill")
+    for name in ("num_tokens", "num_pages", "moe_cache_size", "moe_cache_rate"):
+        if getattr(config, name) is not None:
+            what = "the KV capacity" if name.startswith("num") else "the expert slots"
+            return {"kv_reserve_tokens": f"{flag_name(name)} sets {what}"}
+    return {}
