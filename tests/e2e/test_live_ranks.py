@@ -1,14 +1,21 @@
 """`serve` on two ranks: what the user sees when one is killed or stopped, and that nothing stays.
 
-A rank that dies ends the whole server with one sentence, within the timeout.
+A rank that dies ends the whole server with one sentence, within the timeout, and the next start on
+the same port works at once (G02, G07, G09). RUN_SLOW=1: each rank in each phase.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import socket
 import subprocess
+import sys
 import time
+
+import httpx
+import pytest
 
 from tests.support.live import (
     Launcher,
@@ -16,11 +23,13 @@ from tests.support.live import (
     Stream,
     children_of,
     cli,
+    free_port,
     greedy,
     is_alive,
     until,
 )
 
+SLOW = os.environ.get("RUN_SLOW") == "1"
 FLAGS = (
     "--numerics", "exact", "--num-tokens", "2048", "--tensor-parallel-size", "2",
     "--stall-timeout-s", "6",
@@ -41,6 +50,60 @@ def expect_end(live: Live, pids: tuple[int, ...], within_s: float, sentence: str
     print(f"\nall gone after {time.monotonic() - start_s:.1f} s")
     assert sentence in live.log()
     assert "Traceback" not in live.log()
+
+
+SENTENCES = {0: "the engine process ended", 1: "rank 1 of 2 ended by signal 9"}
+PHASES = ("starting", "loading", "prefilling", "decoding", "idle")
+MATRIX = [(phase, rank) for phase in PHASES for rank in (0, 1)]
+
+
+def reach(live: Live, phase: str) -> tuple[tuple[int, int], Stream | None]:
+    """The processes in a phase, and what a client waits for."""
+    until(lambda: bool(live.engine_pids()), 30, "no engine")
+    (engine,) = live.engine_pids()
+    until(lambda: bool(children_of(engine)), 30, "no rank")
+    pids = processes(live)
+    if phase == "starting":
+        return pids, None
+    if phase == "loading":
+
+        def is_loading() -> bool:
+            with contextlib.suppress(httpx.TransportError):
+                return str(live.http.get("/health").json()["phase"]).startswith("load")
+            return False
+
+        until(is_loading, 30, "it does not load")
+        return pids, None
+    live.wait_ready()
+    if phase == "idle":
+        return pids, None
+    if phase == "prefilling":
+        stream = Stream(live, greedy([7] * 1900, 8))
+        until(lambda: live.stats()["prefill_steps"] >= 2, 30, "no chunk")
+        assert not stream.events
+        return pids, stream
+    stream = Stream(live, greedy("Hello", 1500))
+    stream.wait_events(3)
+    return pids, stream
+
+
+@pytest.mark.parametrize(
+    ("phase", "rank"), MATRIX if SLOW else [("starting", 1), ("loading", 0), ("prefilling", 1)]
+)
+def test_a_killed_rank_ends_the_server_in_any_phase(
+    launcher: Launcher, phase: str, rank: int
+) -> None:
+    live = launcher.spawn(*FLAGS, "--max-prefill-length", "128")
+    pids, stream = reach(live, phase)
+    os.kill(pids[rank], signal.SIGKILL)
+    expect_end(live, pids, 10, SENTENCES[rank])
+    if stream is not None:
+        stream.join(5)
+        # before the first token the answer is an error as a whole
+        codes = {error["code"] for error in stream.errors}
+        assert (stream.status, codes) in [(503, set()), (200, {"engine_dead"})]
+    with launcher.serving(*FLAGS, port=live.port) as again:
+        assert again.complete("Hello", 4)["finish_reason"] == "length"
 
 
 def test_a_rank_that_is_lost_ends_the_server(launcher: Launcher) -> None:
@@ -79,3 +142,49 @@ def test_the_ranks_must_be_those_that_torchrun_starts(demos) -> None:
     assert ended.stderr.strip().endswith(
         "--tensor-parallel-size is 2, expected 4, the ranks that torchrun starts"
     )
+
+
+def torchrun(*words: str) -> list[str]:
+    return [sys.executable, "-m", "torch.distributed.run", *words, "-m", "ftruntime", "serve"]
+
+
+def test_two_nodes_meet_as_torchrun_has_them_meet(launcher: Launcher) -> None:
+    """Two agents, as on two machines; each starts one rank."""
+    nodes = ("--nnodes", "2", "--nproc-per-node", "1", "--master-addr", "127.0.0.1")
+    port = str(free_port())
+    first, second = (
+        launcher.spawn(
+            *FLAGS,
+            command=torchrun(*nodes, "--master-port", port, "--node-rank", str(node)),
+            env={"CUDA_VISIBLE_DEVICES": ""},
+        )
+        for node in (0, 1)
+    )  # fmt: skip
+    first.wait_ready()
+    text = first.complete("Hello", 12)["text"]
+    assert first.stop() in (0, 1), "torchrun's own status"
+    assert second.process.wait(20) == 0, second.log()
+    with launcher.serving(*FLAGS) as one_node:
+        assert one_node.complete("Hello", 12)["text"] == text
+
+
+def test_g02_a_rank_that_cannot_be_reached_ends_the_start(launcher: Launcher) -> None:
+    port = str(free_port())
+    env = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    live = launcher.spawn(*FLAGS, "--stall-timeout-s", "3", env={**env, "MASTER_PORT": port})
+    start_s = time.monotonic()
+    assert live.process.wait(60) == 1
+    print(f"\nended after {time.monotonic() - start_s:.1f} s")
+    assert f"rank 0 of 2 did not meet the others at 127.0.0.1:{port} within 3 s" in live.log()
+    assert "Traceback" not in live.log()
+    assert live.engine_pids() == []
+
+
+def test_a_taken_port_ends_the_start_before_a_rank(launcher: Launcher) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        live = launcher.spawn(*FLAGS, port=taken.getsockname()[1])
+        assert live.process.wait(60) == 1
+    assert f"--port is {live.port}" in live.log()
+    assert "Traceback" not in live.log()
