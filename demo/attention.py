@@ -7,7 +7,7 @@ compressed row of its sequence, behind a mask. A last key of zeros carries the s
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -17,8 +17,8 @@ from demo.parts import rms_norm, rope_tables, rotate
 from demo.rounding import Rounding
 from ftruntime.model.config import ModelConfig
 
-BLOCK = 128
-_KEYS_MULTIPLE = 16
+BLOCK: Final = 128
+_KEYS_MULTIPLE: Final = 16
 
 
 @dataclass(frozen=True)
@@ -122,11 +122,15 @@ def attention(
         loss = _index_loss(index, mask, probs[..., 2 * BLOCK :], heads)
 
     out = rotate(out.view(batch, tokens, heads, width), cos[:, None], -sin[:, None])
-    groups = config.o_groups
-    grouped = out.view(batch * tokens, groups, -1).transpose(0, 1)
-    wide = torch.bmm(grouped, w["wo_a.weight"].view(groups, -1, grouped.shape[2]).mT)
-    flat = wide.transpose(0, 1).reshape(batch * tokens, -1)
-    return linear(rounding.activation(flat), w["wo_b.weight"]), loss
+    grouped = _by_group(out.view(batch * tokens, config.o_groups, -1), w["wo_a.weight"])
+    return linear(rounding.activation(grouped), w["wo_b.weight"]), loss
+
+
+def _by_group(out: Tensor, weight: Tensor) -> Tensor:
+    """`[N, G * R]` of `out [N, G, K]`, a matrix `[R, K]` of `weight [G * R, K]` for each group."""
+    groups = out.shape[1]
+    wide = torch.bmm(out.transpose(0, 1), weight.view(groups, -1, out.shape[2]).mT)
+    return wide.transpose(0, 1).flatten(1)
 
 
 def _attend(

@@ -10,11 +10,12 @@ import argparse
 import math
 from collections import Counter, defaultdict
 from pathlib import Path
+from typing import Final
 
 from demo import text
 from demo.train import HELD_OUT, SPLIT_SEED
 
-ORDER = 5
+ORDER: Final = 5
 
 
 def unigram(train: str, held_out: str) -> float:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import Final
 
 import torch
 from torch import Tensor
 
 # quintic iteration towards the nearest orthogonal matrix, steep at small singular values
-_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-_STEPS = 5
+_COEFFICIENTS: Final = (3.4445, -4.7750, 2.0315)
+_STEPS: Final = 5
 
 
 def orthogonal(update: Tensor) -> Tensor:

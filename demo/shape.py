@@ -6,10 +6,12 @@ applies; eight heads, eight groups and experts of 256 channels let eight ranks s
 
 from __future__ import annotations
 
+from typing import Final
+
 from ftruntime.demo.presets import demo_config
 
-VOCAB_SIZE = 1024
-RATIOS = (0, 4, 128, 4)
+VOCAB_SIZE: Final = 1024
+RATIOS: Final = (0, 4, 128, 4)
 
 
 def config(**changes: object) -> dict[str, object]:
