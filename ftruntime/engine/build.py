@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from ftruntime.checkpoint.loader import load_weights
 from ftruntime.config import RuntimeConfig
 from ftruntime.demo_cache import ensure_demo
 from ftruntime.effective import effective_flags
+from ftruntime.engine.agreement import identity, require_alike
 from ftruntime.engine.executor import DeviceExecutor, LeadingExecutor, Runs
 from ftruntime.engine.expert_store import ExpertStore
 from ftruntime.engine.graphs import GraphPool
@@ -57,8 +59,9 @@ def build_rank(
     if parallel is not None:
         facts = agreed(parallel.collect(facts))
     plan = resolve(config, shape, facts)
-    if plan.kind == "cpu":
-        torch.set_num_threads(1)
+    if parallel is not None:
+        require_alike(parallel.collect(identity(config, directory, plan)))
+    torch.set_num_threads(num_threads(plan.kind, 1 if parallel is None else parallel.local_size))
     numerics = Numerics.of(config.numerics)
     model, experts = load_model(directory, shape, numerics, plan, progress, config, parallel)
     executor = make_executor(
@@ -68,6 +71,12 @@ def build_rank(
     if parallel is not None:
         parallel.collect(None)  # sums have a timeout, and others may still be loading
     return Rank(plan, shape, executor, experts)
+
+
+def num_threads(kind: str, local_ranks: int) -> int:
+    """Threads of one rank for work on the host: its share of the cores. On CPU one, with which
+    sums have the same order on every machine."""
+    return 1 if kind == "cpu" else max(1, len(os.sched_getaffinity(0)) // local_ranks)
 
 
 def agreed(facts: Sequence[DeviceFacts]) -> DeviceFacts:

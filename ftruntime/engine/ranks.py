@@ -128,7 +128,7 @@ def start_ranks(
     processes = RankProcesses(config, store.port, device)
     processes.watch(on_end)
     try:
-        meeting = Meeting(0, size, _HOST, store.port, 0)
+        meeting = Meeting(0, size, _HOST, store.port, 0, size)
         parallel = TensorParallel(meeting, device=device, timeout_s=timeout_s, store=store)
     except EngineFailedError:
         processes.close()

@@ -39,6 +39,7 @@ class TensorParallel:
             EngineFailedError: not all ranks came in time, or sums are wrong; in one sentence.
         """
         self.rank, self.size, self._timeout_s = meeting.rank, meeting.size, timeout_s
+        self.local_size = meeting.local_size
         timeout = datetime.timedelta(seconds=timeout_s)
         if device == "cuda":
             torch.cuda.set_device(meeting.local_rank)

@@ -83,7 +83,8 @@ def main() -> int:
     config = RuntimeConfig.from_dict(start["config"])
     log.setup(start["log_level"])
     threading.Thread(target=_end_with_parent, name="parent", daemon=True).start()
-    meeting = Meeting(start["rank"], start["size"], "127.0.0.1", start["port"], start["rank"])
+    rank, size = start["rank"], start["size"]
+    meeting = Meeting(rank, size, "127.0.0.1", start["port"], rank, size)
     return run_rank(config, meeting, start["device"])
 
 

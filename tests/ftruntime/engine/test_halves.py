@@ -111,18 +111,19 @@ def test_halves_are_the_tokens_of_the_whole_in_order(monkeypatch):
     assert batch.halves[0].token_ids.shape[0] == 128
 
 
-@pytest.mark.parametrize(("kind", "count"), [("prefill", 511), ("decode", 1)])
-def test_few_tokens_and_decode_stay_whole(kind, count):
-    builder = halving(BatchBuilder(num_rows=1, max_pages=8, device=torch.device("cpu")))
+def test_few_tokens_and_decode_stay_whole():
+    def built(halves, kind, *seqs):
+        builder = BatchBuilder(num_rows=512, max_pages=4, device=torch.device("cpu"))
+        builder._halves = halves
+        return builder.build(StepPlan(0, kind, seqs, (0, 6))).halves
+
     pages = tuple((n, n, n) for n in range(4))
-    batch = builder.build(
-        StepPlan(0, kind, (SeqPlan(0, "a", 0, tuple(range(count)), pages),), (0, 6))
-    )
-    assert batch.halves is None
-    more = SeqPlan(0, "a", 0, tuple(range(512)), pages)
-    assert builder.build(StepPlan(0, "prefill", (more,), (0, 6))).halves is not None
-    builder._halves = False
-    assert builder.build(StepPlan(0, "prefill", (more,), (0, 6))).halves is None
+    few, many = (SeqPlan(0, "a", 0, tuple(range(count)), pages) for count in (511, 512))
+    assert built(True, "prefill", few) is None
+    assert built(True, "prefill", many) is not None
+    assert built(False, "prefill", many) is None
+    rows = (SeqPlan(row, str(row), 1, (7,), ((0, 1, 1),)) for row in range(512))
+    assert built(True, "decode", *rows) is None
 
 
 @dataclasses.dataclass

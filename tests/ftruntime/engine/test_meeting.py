@@ -16,7 +16,7 @@ from ftruntime.plan import DeviceFacts
 
 TORCHRUN = {
     "RANK": "3", "WORLD_SIZE": "8", "MASTER_ADDR": "node1", "MASTER_PORT": "29500",
-    "LOCAL_RANK": "1",
+    "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2",
 }  # fmt: skip
 
 
@@ -26,9 +26,9 @@ def test_without_torchrun_there_is_no_meeting() -> None:
 
 
 def test_as_torchrun_says() -> None:
-    assert meeting_of(TORCHRUN) == Meeting(3, 8, "node1", 29500, 1)
-    alone = {name: value for name, value in TORCHRUN.items() if name != "LOCAL_RANK"}
-    assert meeting_of(alone) == Meeting(3, 8, "node1", 29500, 3)
+    assert meeting_of(TORCHRUN) == Meeting(3, 8, "node1", 29500, 1, 2)
+    alone = {name: x for name, x in TORCHRUN.items() if not name.startswith("LOCAL")}
+    assert meeting_of(alone) == Meeting(3, 8, "node1", 29500, 3, 8)
 
 
 @pytest.mark.parametrize("name", ["WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
@@ -37,7 +37,7 @@ def test_a_variable_that_is_missing_is_named(name: str) -> None:
         meeting_of({**TORCHRUN, name: ""})
 
 
-@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "MASTER_PORT"])
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "MASTER_PORT", "LOCAL_WORLD_SIZE"])
 def test_a_variable_that_is_no_number_is_named(name: str) -> None:
     with pytest.raises(ValueError, match=f"^{name} is 'x', expected a number$"):
         meeting_of({**TORCHRUN, name: "x"})
