@@ -21,8 +21,9 @@ from ftruntime.tokenizer import special
 
 CHAT_SHARE: Final = 0.12
 NEEDLE_SHARE: Final = 0.18
-ANSWER_WEIGHT: Final = 3.0
-_TOKENS_PER_NEEDLE: Final = 100
+ANSWER_WEIGHT: Final = 8.0
+# dense ones teach to look back, sparse ones to look far; a needle with its questions takes 60
+_TOKENS_PER_NEEDLE: Final = (60, 90, 200)
 _QUESTIONS: Final = (
     "What is written of {}?", "Tell me of {}.", "Who is {}?", "What saith the book of {}?",
     "What of {}?", "Speak of {}.", "What is {}?", "{}?",
@@ -132,7 +133,7 @@ class Data:
 
     def _needles(self, rng: np.random.Generator, tokens: int) -> tuple[list[int], list[int]]:
         """Text with statements and questions strewn in, and where the answers stand."""
-        count = max(2, tokens // _TOKENS_PER_NEEDLE)
+        count = max(2, tokens // int(rng.choice(_TOKENS_PER_NEEDLE)))
         chosen = rng.choice(len(self._names), count, replace=False)
         numbers = rng.integers(needles.LOW, needles.HIGH + 1, count)
         # early statements, so that distances spread over the whole sequence
