@@ -84,7 +84,10 @@ def _run(config: RuntimeConfig, shape: ModelConfig) -> int:
     )  # fmt: skip
     # the engine has no use for the key
     engine_config = replace(config, api_key=None).to_dict()
-    client = Bridge(engine_config, stall_timeout_s=config.stall_timeout_s)
+    client = Bridge(
+        engine_config, stall_timeout_s=config.stall_timeout_s,
+        end_stalled=config.tensor_parallel_size > 1,
+    )  # fmt: skip
     return run_server(config, client, tokenizer, chat, listener=listener)
 
 

@@ -105,16 +105,20 @@ class EngineProcess:
             loop = self._build(start)
             if loop is None:
                 return 1
-            try:
-                with fewer_collections():
-                    self._serve(loop)
-            finally:
-                loop.close()
+            return self._run(loop)
         except _FrontGoneError:
             _logger.debug("front gone")
+        return 0
+
+    def _run(self, loop: EngineLoop) -> int:
+        try:
+            with fewer_collections():
+                self._serve(loop)
         except EngineFailedError as error:
-            self._tell(str(error))
+            self._tell(str(error))  # before what is closed has its time to end
             return 1
+        finally:
+            loop.close()
         return 0
 
     def _fail(self, text: str) -> None:

@@ -94,7 +94,7 @@ class RankProcesses:
             process.stdin.close()  # which a rank takes for its end
         for process in self._processes:
             try:
-                process.wait(_END_S)
+                process.wait(0 if _is_stopped(process.pid) else _END_S)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()

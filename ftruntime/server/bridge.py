@@ -20,6 +20,7 @@ __all__ = ["QUEUE_EVENTS", "Bridge", "EngineDeadError", "Health"]
 QUEUE_EVENTS = 4096
 _QUERY_TIMEOUT_S = 10.0
 _POLL_MIN_S, _POLL_MAX_S = 0.02, 1.0
+_DIAGNOSIS_S = 3.0  # for the engine to find out by itself which rank it waits for
 
 _logger = logging.getLogger(__name__)
 
@@ -53,9 +54,14 @@ class Bridge:
         *,
         builder: str = messages.DEFAULT_BUILDER,
         stall_timeout_s: float = 120.0,
+        end_stalled: bool = False,
         env: Mapping[str, str] | None = None,
     ) -> None:
-        """`config` goes to `builder` (`module:function`) there; `env` adds to its environment."""
+        """`config` goes to `builder` (`module:function`) there; `env` adds to its environment.
+
+        `end_stalled`: an engine that does not move is killed, as the other ranks would wait for it
+        without end.
+        """
         if not stall_timeout_s > 0:
             raise ValueError(f"stall_timeout_s is {stall_timeout_s}, expected a number > 0")
         self.info: dict[str, object] | None = None
@@ -63,8 +69,9 @@ class Bridge:
         self._start_message = messages.Start(dict(config), builder, log.level_name())
         self._env = dict(env or {})
         self._stall_timeout_s = stall_timeout_s
+        self._end_stalled = end_stalled
         self._link = EngineLink(self._receive, self._ended)
-        self._watching: asyncio.Task[None] | None = None
+        self._watching: list[asyncio.Task[None]] = []
         self._streams: dict[str, _Stream] = {}
         self._ending: set[str] = set()  # cancelled, their last event still on its way
         self._phase, self._progress = "starting", 0.0
@@ -82,7 +89,9 @@ class Bridge:
     async def start(self) -> None:
         """Spawn the engine and return at once; `health` and `wait_ready` tell when it serves."""
         await self._link.start(self._start_message, self._env)
-        self._watching = asyncio.create_task(self._watch(), name="engine-health")
+        self._watching = [asyncio.create_task(self._watch(), name="engine-health")]
+        if self._end_stalled:
+            self._watching.append(asyncio.create_task(self._look_for_stalls(), name="stalls"))
 
     async def wait_ready(self) -> dict[str, object]:
         """Wait for the end of start-up; the engine's info.
@@ -165,9 +174,9 @@ class Bridge:
         """
         self._stopping = True
         await self._link.stop(timeout_s)
-        if self._watching is not None:
-            self._watching.cancel()
-            await asyncio.gather(self._watching, return_exceptions=True)
+        for task in self._watching:
+            task.cancel()
+        await asyncio.gather(*self._watching, return_exceptions=True)
 
     def _submit(
         self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams
@@ -272,18 +281,27 @@ class Bridge:
                 self._asked_s = None
                 await asyncio.sleep(period_s)
 
-    def _stall(self) -> str:
-        """A sentence on what has not moved for the stall timeout; empty when all is well."""
+    async def _look_for_stalls(self) -> None:
+        await self._settled.wait()
+        while self._link.end is None:
+            await asyncio.sleep(_POLL_MIN_S)
+            stall = self._stall(_DIAGNOSIS_S)
+            if stall:
+                self._link.kill(f"{stall}: the ranks are ended")
+
+    def _stall(self, longer_s: float = 0.0) -> str:
+        """A sentence on what has not moved for the stall timeout and longer; empty when all is
+        well."""
         limit_s = self._stall_timeout_s
         silent_s = 0.0 if self._asked_s is None else time.monotonic() - self._asked_s
-        if silent_s > limit_s:
+        if silent_s > limit_s + longer_s:
             return f"the engine has not answered for {silent_s:.1f} s, more than {limit_s:g} s"
         for key, what in (
             ("running_step_s", "a step has been running"),
             ("waiting_without_step_s", "requests have been waiting without a step"),
         ):
             age_s = self._last_stats.get(key, 0.0)
-            if isinstance(age_s, int | float) and age_s > limit_s:
+            if isinstance(age_s, int | float) and age_s > limit_s + longer_s:
                 return f"{what} for {age_s:.1f} s, more than {limit_s:g} s"
         return ""
 

@@ -123,6 +123,12 @@ class EngineLink:
                 answer.set_exception(EngineDeadError(detail))
         self._on_end(detail)
 
+    def kill(self, detail: str) -> None:
+        """End an engine that cannot be asked any more."""
+        if self._process is not None:
+            self._process.kill()
+        self.die(detail)
+
     async def stop(self, timeout_s: float) -> None:
         """End the engine: ask, after `timeout_s` terminate, then kill. No process is left."""
         process = self._process

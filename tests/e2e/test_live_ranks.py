@@ -125,6 +125,17 @@ def test_a_rank_that_is_lost_ends_the_server(launcher: Launcher) -> None:
     assert stream.errors[0]["code"] == "engine_dead"
 
 
+def test_rank_0_that_is_stopped_ends_the_server(launcher: Launcher) -> None:
+    """It cannot say so itself: its front does."""
+    live = launcher.spawn(*FLAGS[:-2], "--stall-timeout-s", "3")
+    live.wait_ready()
+    pids = processes(live)
+    launcher.also_kill(pids)
+    os.kill(pids[0], signal.SIGSTOP)
+    expect_end(live, pids, 20, "the engine has not answered for")
+    assert "the ranks are ended" in live.log()
+
+
 def test_ranks_end_with_the_front(launcher: Launcher) -> None:
     live = launcher.spawn(*FLAGS)
     live.wait_ready()

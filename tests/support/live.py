@@ -227,6 +227,7 @@ class Launcher:
         self.demo = demo
         self.root = root
         self._spawned: list[Live] = []
+        self._stopped: list[int] = []
 
     def env(self, **extra: str) -> dict[str, str]:
         ours = {
@@ -261,8 +262,15 @@ class Launcher:
         self._spawned.append(live)
         return live
 
+    def also_kill(self, pids: Sequence[int]) -> None:
+        """Processes that a test stops, which then cannot end with their front."""
+        self._stopped += pids
+
     def kill_all(self) -> None:
         """End what a failed test left; an engine ends with its front."""
+        for pid in self._stopped:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         for live in self._spawned:
             if live.process.poll() is None:
                 live.process.kill()

@@ -43,8 +43,12 @@ def anyio_backend() -> str:
 
 
 @asynccontextmanager
-async def running(stall_timeout_s: float = 60.0, **config: object) -> AsyncIterator[Bridge]:
-    bridge = Bridge(config, builder=BUILDER, stall_timeout_s=stall_timeout_s, env=ENV)
+async def running(
+    stall_timeout_s: float = 60.0, *, end_stalled: bool = False, **config: object
+) -> AsyncIterator[Bridge]:
+    bridge = Bridge(
+        config, builder=BUILDER, stall_timeout_s=stall_timeout_s, end_stalled=end_stalled, env=ENV
+    )
     await bridge.start()
     try:
         await asyncio.wait_for(bridge.wait_ready(), 20.0)
@@ -288,6 +292,28 @@ async def test_s12_an_engine_that_does_not_answer_turns_health_false() -> None:
         assert "not answered" in bridge.health().detail
         os.kill(cast("int", bridge.pid), signal.SIGCONT)
         await eventually(lambda: _is(bridge.health().ready), 5.0)
+
+
+@pytest.mark.parametrize("stopped", [True, False])
+async def test_an_engine_of_several_ranks_that_does_not_move_ends(
+    stopped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step that does not return, or a process that does not: the others wait for it."""
+    monkeypatch.setattr(bridge_module, "_DIAGNOSIS_S", 0.3)
+    async with running(stall_timeout_s=0.3, end_stalled=True) as bridge:
+        assert await tokens(bridge, "a", [1], 2)
+        await asyncio.sleep(0.8)
+        assert bridge.health().ready, "idle is no stall"
+        pid = cast("int", bridge.pid)
+        waiting = asyncio.create_task(anext(stream(bridge, "stuck", [SLEEP], 5)))
+        if stopped:
+            os.kill(pid, signal.SIGSTOP)
+        what = "has not answered" if stopped else "a step has been running"
+        with pytest.raises(EngineDeadError, match=rf"{what}.*, more than 0.3 s: the ranks are end"):
+            await asyncio.wait_for(waiting, 5.0)
+        await eventually(lambda: _is(not alive(pid)), 5.0)
+        assert bridge.health().phase == "dead"
+        assert what in await asyncio.wait_for(bridge.wait_end(), 1.0)
 
 
 async def test_s12_waiting_work_without_a_step_turns_health_false() -> None:
