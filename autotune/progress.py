@@ -51,6 +51,8 @@ class Steps:
     def advance(self, op: str) -> None:
         """One step is done, of the op."""
         self._done += 1
+        if self._done > self._total:  # a choice may have to be tried inside other ops
+            self.expect(self._done)
         what = f"{self._verb} {op}"
         self._bar.update(self._task, description=what, advance=1, note=self.note)
         now, (then, before) = self._clock(), self._last

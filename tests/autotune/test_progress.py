@@ -67,6 +67,14 @@ def test_fewer_steps_are_expected_later(clock):
     assert said.getvalue() == "compile linear: 2 of 3, 20 s left\n"
 
 
+def test_more_steps_than_expected_are_counted(clock):
+    steps, said = _steps(clock, 1)
+    steps.advance("linear")
+    clock.now += 40
+    steps.advance("linear")
+    assert said.getvalue() == "compile linear: 2 of 2, 0 s left\n"
+
+
 def test_a_terminal_has_a_bar_and_no_lines(clock):
     steps, said = _steps(clock, 3, terminal=True)
     clock.now += 40
