@@ -7,11 +7,13 @@ figures of the static model (RTX 4090). Terms, each of one card:
   bus         missing experts over the link to the host
   memory      useful bytes of every call over device memory
   compute     useful FLOPs of every call over the ceiling of its loops
-  all-reduce  two a layer through the host: a latency and a ring's share of the bytes
+  all-reduce  two of the tokens a layer through the host: a latency and a ring's share of the bytes
   launches    nodes of a captured graph, a fixed time each
 
 `sum`: nothing overlaps. `overlapped`: in every call memory goes beside compute, and copies go
-beside calls, one layer ahead; an all-reduce waits for its layer, and takes the same link.
+beside calls, one layer ahead; an all-reduce waits for its layer, and takes the same link. On
+several cards a chunk runs in two halves: the all-reduces of one hide behind the calls of the other,
+launches and all-reduces are twice as many, and weights are read twice.
 `static`: all calls by the static model of a launch, at the committed number of tokens nearest to
 the step's, matrices of another size scaled by their bytes and the products of a chunk by their
 FLOPs; it knows waves and latencies, the terms do not.
@@ -47,7 +49,10 @@ def _step_text(step: StepTerms, top: int) -> str:
     for name in (*TERMS, "sum", "overlapped", "static"):
         ms = _ms(getattr(step, f"{name}_s"))
         share = f"{ms / reported:.0%}" if ms is not None and reported else None
-        rows.append((name, ms, share, _WHAT[name].format(nodes=step.nodes)))
+        what = _WHAT[name].format(nodes=step.nodes, calls=4 if step.halves else 2)
+        if name == "overlapped" and step.halves:
+            what += ", all-reduces beside the other half"
+        rows.append((name, ms, share, what))
     head = f"{step.name}, context {step.context}: reported {_words(reported)}; modelled, no times"
     table = text.table(("term", "ms", "of the reported", "what"), rows)
     calls = [_call(x) for x in by_cost(step.calls)[:top]]
@@ -61,7 +66,7 @@ _WHAT = {
     "bus": "missing experts over the link",
     "memory": "useful bytes over device memory",
     "compute": "useful FLOPs over the ceilings of their loops",
-    "all_reduce": "two a layer, through the host",
+    "all_reduce": "{calls} a layer, through the host",
     "launches": "{nodes} nodes of a graph, all-reduces among them",
     "sum": "nothing overlaps",
     "overlapped": "copies beside calls, memory beside compute",
@@ -102,7 +107,7 @@ def step_dict(step: StepTerms) -> dict[str, object]:
     times = {name: _ms(getattr(step, f"{name}_s")) for name in names}
     return {
         "step": step.name, "tokens": step.tokens, "context": step.context, "nodes": step.nodes,
-        "ms": times, "calls": [_call(x) for x in by_cost(step.calls)],
+        "halves": step.halves, "ms": times, "calls": [_call(x) for x in by_cost(step.calls)],
     }  # fmt: skip
 
 

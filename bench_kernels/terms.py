@@ -6,12 +6,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from bench_kernels.committed import Committed
 from bench_kernels.flash import EXPERT_BYTES, HIDDEN, NUM_LAYERS, Call, Step
 from ftkernels.target import of_arch
 
+# of a chunk that runs in halves, as the runtime's has
+LEAST_TOKENS = 512
 TERMS = ("bus", "memory", "compute", "all_reduce", "launches")
 
 
@@ -73,7 +75,8 @@ class Timed:
 
 @dataclass(frozen=True)
 class StepTerms:
-    """Terms of one step in seconds, and its reported time if it has one; `nodes` of its graph."""
+    """Terms of one step in seconds, and its reported time if it has one; `nodes` of its graph;
+    `halves`: one half of the tokens computes while the other's all-reduces are under way."""
 
     name: str
     tokens: int
@@ -87,6 +90,7 @@ class StepTerms:
     calls_s: float
     static_s: float | None
     nodes: int
+    halves: bool
     calls: tuple[Timed, ...]
 
     @property
@@ -95,8 +99,10 @@ class StepTerms:
 
     @property
     def overlapped_s(self) -> float:
-        fill = min(self.bus_s, self.calls_s) / NUM_LAYERS
-        return max(self.bus_s, self.calls_s) + fill + self.all_reduce_s + self.launches_s
+        link = self.bus_s + self.all_reduce_s if self.halves else self.bus_s
+        fill = min(link, self.calls_s) / NUM_LAYERS
+        waits = 0.0 if self.halves else self.all_reduce_s
+        return max(link, self.calls_s) + fill + waits + self.launches_s
 
 
 def by_cost(calls: Sequence[Timed]) -> list[Timed]:
@@ -110,11 +116,13 @@ def terms(
 ) -> StepTerms:  # fmt: skip
     """The terms of one step under these assumptions."""
     memory_bytes = assumed.memory_gb_per_s * 1e9
+    halves = step.cards > 1 and not step.decode and step.tokens >= LEAST_TOKENS
     timed = tuple(
-        Timed.of(call, figures, memory_bytes, decode=step.decode) for call in step.calls()
+        Timed.of(call, figures, memory_bytes, decode=step.decode)
+        for call in (_in_halves(step) if halves else step.calls())
     )
     nodes = sum(x.call.times * x.call.launches for x in timed)
-    reduces = 2 * NUM_LAYERS if step.cards > 1 else 0
+    reduces = (4 if halves else 2) * NUM_LAYERS if step.cards > 1 else 0
     ring = 2 * (step.cards - 1) / step.cards * step.tokens * HIDDEN * 2
     missing = (1 - hit_rate) * step.touched * NUM_LAYERS * EXPERT_BYTES / step.cards
     known = [x.static_s for x in timed if x.static_s is not None]
@@ -122,12 +130,20 @@ def terms(
         name=name, tokens=step.tokens, context=step.context, reported_s=reported_s,
         bus_s=missing / (assumed.link_gb_per_s * 1e9),
         memory_s=sum(x.memory_s for x in timed), compute_s=sum(x.compute_s for x in timed),
-        all_reduce_s=reduces * (assumed.reduce_us / 1e6 + ring / (assumed.reduce_gb_per_s * 1e9)),
+        all_reduce_s=reduces * assumed.reduce_us / 1e6
+        + (2 * NUM_LAYERS * ring / (assumed.reduce_gb_per_s * 1e9) if reduces else 0.0),
         launches_s=(nodes + reduces) * assumed.node_us / 1e6,
         calls_s=sum(max(x.memory_s, x.compute_s) for x in timed),
         static_s=sum(known) if len(known) == len(timed) else None,
-        nodes=nodes + reduces, calls=timed,
+        nodes=nodes + reduces, halves=halves, calls=timed,
     )  # fmt: skip
+
+
+def _in_halves(step: Step) -> list[Call]:
+    """The calls of a chunk whose layers run for each half of the tokens."""
+    half = replace(step, tokens=step.tokens // 2)
+    layers = (replace(x, times=2 * x.times) for x in half.calls() if x.part != "ends")
+    return [*(x for x in step.calls() if x.part == "ends"), *layers]
 
 
 def steps(assumed: Assumed, figures: Committed) -> list[StepTerms]:

@@ -27,7 +27,7 @@ import pytest
 from bench_kernels import committed, flash, roofline
 from bench_kernels.committed import Committed
 from bench_kernels.flash import LAYERS, NUM_LAYERS, Step, committed_name
-from bench_kernels.terms import TERMS, Assumed, steps
+from bench_kernels.terms import TERMS, Assumed, Timed, steps, terms
 from ftkernels import backend
 from ftkernels.testing import aot
 from ftruntime.config import RuntimeConfig
@@ -142,6 +142,25 @@ def _kept(flags):
     return {name: flags[name] for name in names}
 
 
+def test_a_chunk_in_halves_launches_and_reads_weights_twice(figures):
+    """Not on one card, nor where it is short."""
+    (chunk,) = [step for step in steps(Assumed(), figures) if step.tokens == 3456]
+    whole = terms("chunk", Step(3456, 100_010, 8, False), 0.855, None, Assumed(), figures)
+    assert whole == dataclasses.replace(chunk, name="chunk", reported_s=None)
+    calls = Step(3456, 100_010, 8, False).calls()
+    alone = [Timed.of(x, figures, 1008e9, decode=False) for x in calls]
+    assert sum(x.compute_s for x in alone) == pytest.approx(chunk.compute_s, rel=0.01)
+    # each call reads its matrices again; experts and dense weights of one card
+    more = chunk.memory_s - sum(x.memory_s for x in alone)
+    assert more == pytest.approx((6.709e9 / 8 + 147.17e9 / 8) / 1008e9, rel=0.15)
+    layers = sum(x.times * x.launches for x in calls if x.part != "ends")
+    ends = sum(x.times * x.launches for x in calls if x.part == "ends")
+    assert chunk.nodes == 2 * layers + ends + 4 * NUM_LAYERS
+    assert chunk.all_reduce_s == pytest.approx(0.355 + 172 * 30e-6, rel=2e-3)
+    for short in (Assumed(chunk=511), Assumed(cards=1)):
+        assert not any(step.halves for step in steps(short, figures))
+
+
 def test_every_decode_row_reads_index_rows_of_its_own():
     calls = Step(50, 4096, 8, True).calls()
     (scores,) = (call for call in calls if call.op == "index_select")
@@ -167,7 +186,9 @@ def test_sum_and_overlap(figures):
         assert step.launches_s == pytest.approx(1.5e-6 * step.nodes)
         assert max(step.memory_s, step.compute_s) <= step.calls_s
         assert step.calls_s <= step.memory_s + step.compute_s
-        hidden = min(step.bus_s, step.calls_s) * (1 - 1 / 43)
+        assert step.halves == (step.tokens == 3456)
+        link = step.bus_s + (step.all_reduce_s if step.halves else 0)
+        hidden = min(link, step.calls_s) * (1 - 1 / 43)
         apart = step.bus_s + step.calls_s + step.all_reduce_s + step.launches_s
         assert step.overlapped_s == pytest.approx(apart - hidden)
 

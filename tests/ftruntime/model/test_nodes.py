@@ -2,8 +2,8 @@
 
 Counted on meta tensors: what each op launches and the torch operators between them (fills, copies,
 products), so that a scratch that is made and zeroed in a call counts too. An all-reduce closes each
-half, and the expert half looks its experts up; neither is in the model yet, so the budgets of a
-captured step are less by one and by two.
+half, and the expert half looks its experts up; both come on top, so that the budgets of a captured
+step are less by one and by two. The whole step: tests/ftruntime/engine/test_captured_nodes.py.
 
 Mutants tried: attention, selection, experts or hyper-connections without scratch, a copy of the
 queries before attention, hc_post and hc_pre apart, the input not quantized by the hyper-connection,
