@@ -60,7 +60,12 @@ def build_rank(
         facts = agreed(parallel.collect(facts))
     plan = resolve(config, shape, facts)
     if parallel is not None:
-        require_alike(parallel.collect(identity(config, directory, plan)))
+        mine = identity(config, directory, plan)
+        require_alike(parallel.collect(mine))
+        _logger.info(
+            "ranks agree ranks=%d %s", parallel.size,
+            " ".join(f"{name.replace(' ', '_')}={value}" for name, value in mine.items()),
+        )  # fmt: skip
     torch.set_num_threads(num_threads(plan.kind, 1 if parallel is None else parallel.local_size))
     numerics = Numerics.of(config.numerics)
     model, experts = load_model(directory, shape, numerics, plan, progress, config, parallel)
