@@ -13,14 +13,13 @@ from typing import TYPE_CHECKING
 
 import click
 
-from autotune.ops import ARCHES, chosen, jobs_option, require_compiler
+from autotune.ops import ARCHES, chosen, jobs_option, out_option, require_compiler
 from autotune.progress import compiling, measuring, state_file
 from autotune.tables import print_problems, print_summaries
 
 if TYPE_CHECKING:
     from autotune.tune import Card
 
-_OUT_DIR = click.Path(path_type=Path, file_okay=False)
 _STATE_FILE = click.Path(path_type=Path, dir_okay=False)
 _MOST_SHOWN = 40  # characters of a wrong value
 
@@ -44,9 +43,7 @@ def _ranks(value: str) -> list[int]:
     "--tp", "sizes", default="1,2,4,8", show_default=True,
     help="Sizes of the TP group.",
 )  # fmt: skip
-@click.option(
-    "--out", type=_OUT_DIR, help="Folder of the entries; default: where serving reads them."
-)
+@out_option
 @jobs_option
 @click.option(
     "--top", type=click.IntRange(1), default=5, show_default=True,

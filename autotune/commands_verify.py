@@ -9,12 +9,16 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
-from autotune.ops import arch_option, chosen, jobs_option, require_compiler
+from autotune.ops import arch_option, chosen, jobs_option, out_option, require_compiler
 from autotune.progress import compiling, counting, state_file
 from autotune.tables import pairs
+
+if TYPE_CHECKING:
+    from ftkernels import KernelSpec
 
 _MOST_WORK = 5e9  # of a call that an interpreter gets through in a minute
 _QUICK_WORK = 3e7
@@ -24,37 +28,46 @@ _QUICK_KEYS = 1  # of an op
 @click.command()
 @click.argument("ops", nargs=-1, metavar="[OP ...]")
 @arch_option
+@out_option
 @click.option("--quick", is_flag=True, help="The smallest key of each op.")
-def verify(ops: tuple[str, ...], arch: str, quick: bool) -> None:
-    """Run the shipped entries of the named ops (without names: all) by value.
+def verify(ops: tuple[str, ...], arch: str, out: Path | None, quick: bool) -> None:
+    """Run the entries of the named ops (without names: all) by value.
 
-    Interpreted, or on the card when there is one. Exits 1 with a list of what is wrong.
+    Interpreted, or on the card when there is one. Exits 1 with a list of what is wrong: with --out
+    and without names an op may lack its file.
     """
     import torch
 
-    from autotune import entries
-    from autotune import verify as verifying
-    from ftkernels import backend, config, target
+    from ftkernels import backend, config
 
     specs = chosen(ops)
     has_card = torch.cuda.is_available() and not backend.interpreted()
     if not has_card and not backend.interpreted():
-        raise SystemExit(_interpreted("verify", *ops, "--arch", arch, *["--quick"] * quick))
-    gpu = target.of_arch(int(arch)).name
-    try:
-        folder = entries.require_folder(config.folder(), gpu)
-    except ValueError as error:
-        raise click.ClickException(str(error)) from None
-    by_key = verifying.cases(int(arch))
+        options = [*(["--out", str(out)] if out else []), *["--quick"] * quick]
+        raise SystemExit(_interpreted("verify", *ops, "--arch", arch, *options))
+    with config.reading(out or config.folder()):
+        _verify(specs, int(arch), quick, is_part=bool(out and not ops), has_card=has_card)
+
+
+def _verify(
+    specs: Sequence[KernelSpec], arch: int, quick: bool, *, is_part: bool, has_card: bool
+) -> None:
+    """Verify what stands in the folder; `is_part`: not all that have a choice have a file."""
+    from autotune import entries
+    from autotune import verify as verifying
+    from ftkernels import config
+
+    folder = _folder_of(arch)
+    by_key = verifying.cases(arch)
     have_choice = {x.op for x in by_key.values() if len(x.candidates) > 1}
-    wrong = entries.lost(folder, [x.name for x in specs if x.name in have_choice])
-    found = entries.read(config.folder(), gpu, specs)
+    wrong = entries.lost(folder, [x.name for x in specs if x.name in have_choice and not is_part])
+    found = entries.read(config.folder(), folder.name, specs)
     if quick:
         found = replace(found, taken=verifying.smallest_keys(found.taken, _QUICK_KEYS))
     most = float("inf") if has_card else _QUICK_WORK if quick else _MOST_WORK
     with counting("verify", len(found.taken) + len(found.spare)) as advance:
         checked = verifying.verify(
-            found, by_key, arch=int(arch), device="cuda" if has_card else "cpu", most_work=most,
+            found, by_key, arch=arch, device="cuda" if has_card else "cpu", most_work=most,
             advance=advance,
         )  # fmt: skip
     wrong += found.wrong
@@ -64,6 +77,16 @@ def verify(ops: tuple[str, ...], arch: str, quick: bool) -> None:
     ran = sum(x.ran for x in checked)
     click.echo(f"{len(checked)} entries looked up, {ran} run by value, {len(wrong)} failed")
     _require_none(wrong, folder)
+
+
+def _folder_of(arch: int) -> Path:
+    from autotune import entries
+    from ftkernels import config, target
+
+    try:
+        return entries.require_folder(config.folder(), target.of_arch(arch).name)
+    except ValueError as error:
+        raise click.ClickException(str(error)) from None
 
 
 def _interpreted(*arguments: str) -> int:
@@ -79,18 +102,30 @@ def _interpreted(*arguments: str) -> int:
 @click.command()
 @click.argument("ops", nargs=-1, metavar="[OP ...]")
 @arch_option
+@out_option
 @jobs_option
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON array instead of a table.")
-def report(ops: tuple[str, ...], arch: str, jobs: int | None, as_json: bool) -> None:
-    """Before and after: each key's default and its shipped entry, and what their kernels use."""
+def report(
+    ops: tuple[str, ...], arch: str, out: Path | None, jobs: int | None, as_json: bool
+) -> None:
+    """Before and after: each key's default and its entry, and what their kernels use."""
+    from ftkernels import config
+
+    specs = chosen(ops)
+    require_compiler()
+    with config.reading(out or config.folder()):
+        if out:
+            _folder_of(int(arch))
+        _report(specs, arch, jobs, as_json)
+
+
+def _report(specs: Sequence[KernelSpec], arch: str, jobs: int | None, as_json: bool) -> None:
     from autotune import entries
     from autotune import report as reporting
     from autotune import search as searching
     from autotune.report_tables import print_rows
     from ftkernels import config, target
 
-    specs = chosen(ops)
-    require_compiler()
     gpu = target.of_arch(int(arch)).name
     problems = searching.problems(specs, arch=int(arch))
     found = entries.read(config.folder(), gpu, specs)

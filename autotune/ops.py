@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -15,6 +16,11 @@ ARCHES = click.Choice(("89", "90", "120"))
 arch_option = click.option(
     "--arch", type=ARCHES, default="89", show_default=True, help="Compute capability times ten."
 )
+out_option = click.option(
+    "--out", type=click.Path(path_type=Path, file_okay=False),
+    help="Folder of the entries; default: where serving reads them, configs in the package "
+    "ftkernels.",
+)  # fmt: skip
 jobs_option = click.option(
     "--jobs", type=click.IntRange(1), help="Processes that compile; default: all cores."
 )

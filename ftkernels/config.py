@@ -62,6 +62,7 @@ class _Pin:
 
 _pinned: ContextVar[Mapping[str, _Pin]] = ContextVar("pinned", default=MappingProxyType({}))
 _watcher: ContextVar[Callable[[Found], None] | None] = ContextVar("watcher", default=None)
+_other_root: ContextVar[Path | None] = ContextVar("other_root", default=None)
 
 
 def bucket(n: int) -> int:
@@ -122,7 +123,19 @@ def watch(watcher: Callable[[Found], None]) -> Iterator[None]:
 
 def folder() -> Path:
     """Where entries are read from: a folder for each card in it, a file for each op in those."""
-    return _ROOT
+    return _other_root.get() or _ROOT
+
+
+@contextlib.contextmanager
+def reading(root: Path) -> Iterator[None]:
+    """Lookups read the entries of another folder while the context is open; for the tuner."""
+    token = _other_root.set(root)
+    forget()
+    try:
+        yield
+    finally:
+        _other_root.reset(token)
+        forget()
 
 
 def sources(gpu: str) -> Counter[str]:
@@ -133,7 +146,7 @@ def sources(gpu: str) -> Counter[str]:
         ValueError: a file is damaged or for something else.
     """
     found = Counter[str]()
-    for path in sorted((_ROOT / gpu).glob("*.json")):
+    for path in sorted((folder() / gpu).glob("*.json")):
         entries = read(path, path.stem, gpu)
         found.update(str(x.get("source")) for x in entries if isinstance(x, dict))
     return found
@@ -204,7 +217,7 @@ def made_from(op: str, default: Callable[..., Any]) -> str:
 def _entries(
     op: str, gpu: str, source: str, record: Callable[..., Any]
 ) -> Mapping[FrozenKey, _Entry]:  # fmt: skip
-    path = _ROOT / gpu / f"{op}.json"
+    path = folder() / gpu / f"{op}.json"
     if not path.exists():
         return {}
     try:

@@ -2,7 +2,8 @@
 
 Mutants tried: exit 0 with wrong entries, ignored entries left out of the list, a missing folder
 that passes, a missing file that passes, strays let be, wrong entries counted among those looked up
-only, `report` silent about them, every key run with `--quick`.
+only, `report` silent about them, every key run with `--quick`, `--out` left to lookups of the
+serving folder or not passed on, files of ops without names missed there.
 """
 
 from __future__ import annotations
@@ -103,6 +104,24 @@ def test_an_op_that_has_a_choice_has_a_file_of_entries(folder, capsys):
     assert (code, out.splitlines()[0]) == (1, "toy.json: no entries")
 
 
+def test_entries_of_another_folder_are_what_lookups_find(folder, tmp_path, capsys):
+    """An op may lack its file there, unless it is named."""
+    _write(folder, SMALL)
+    out_dir = tmp_path / "elsewhere" / GPU
+    out_dir.mkdir(parents=True)
+    where = ("--out", str(out_dir.parent))
+    code, _, err = _run(capsys, "verify", *where)
+    assert (code, err.strip()) == (1, f"ft-autotune: config folder {out_dir} is empty, expected a "
+                                      "file for each op")  # fmt: skip
+    _write(out_dir, ENTRY)
+    assert _run(capsys, "verify", *where)[:2] == (
+        0, "1 entries looked up, 1 run by value, 0 failed\n"
+    )  # fmt: skip
+    (out_dir / "toy.json").rename(out_dir / "host.json")
+    assert "toy.json: missing" not in _run(capsys, "verify", *where)[1]
+    assert "toy.json: missing" in _run(capsys, "verify", "toy", *where)[1]
+
+
 def test_verify_interprets_without_a_card(folder, monkeypatch, capsys):
     """From a process without the interpreter: the command runs itself in one with it."""
     ran = []
@@ -119,6 +138,8 @@ def test_verify_interprets_without_a_card(folder, monkeypatch, capsys):
     expected = [sys.executable, "-m", "autotune", "verify", "toy", "--arch", "89", "--quick"]
     assert command == expected
     assert env == {**os.environ, **backend.interpreting()}
+    assert _run(capsys, "verify", "toy", "--out", "here")[0] == 3
+    assert ran[1][0][4:] == ["toy", "--arch", "89", "--out", "here"]
 
 
 @needs_compiler
@@ -136,9 +157,9 @@ def test_report_shows_an_entry_beside_its_default(tmp_path, monkeypatch, capsys)
     path = tmp_path / GPU / "adjust_logits.json"
     path.parent.mkdir()
     path.write_text(json.dumps({**head, "entries": [{"key": 3}, entry]}))
-    monkeypatch.setattr(config, "_ROOT", tmp_path)
     monkeypatch.setattr(Path, "home", lambda: tmp_path)
-    code, out, err = _run(capsys, "report", "adjust_logits", "--jobs", "1", "--json")
+    options = ("--jobs", "1", "--out", str(tmp_path))
+    code, out, err = _run(capsys, "report", "adjust_logits", *options, "--json")
     assert code == 1
     assert err.splitlines()[-2:] == [
         "ft-autotune: adjust_logits.json: entry 1: ignored for a damaged key",
@@ -153,8 +174,12 @@ def test_report_shows_an_entry_beside_its_default(tmp_path, monkeypatch, capsys)
     assert row["after"]["registers"] > 0
 
     path.write_text(json.dumps({**head, "entries": [{**entry, "default_us": None}]}))
-    code, out, _ = _run(capsys, "report", "adjust_logits", "--jobs", "1")
+    code, out, _ = _run(capsys, "report", "adjust_logits", *options)
     assert code == 0
     assert "block_n=64" in out
     assert "- -> 1.5" in out
     assert max(map(len, out.splitlines())) <= 100
+
+    code, _, err = _run(capsys, "report", "adjust_logits", "--out", str(tmp_path / "none"))
+    assert (code, err) == (1, f"ft-autotune: config folder {tmp_path / 'none' / GPU} is missing, "
+                              "expected a file for each op\n")  # fmt: skip

@@ -4,7 +4,7 @@ Mutants tried: bucket rounded down, an entry replacing the whole record, hash un
 repeated at each lookup, booleans taken for sizes, pins leaking out of their context, pins without
 their key, the first version of several only, the op's own module not hashed, the modelled entry
 taken before the measured, the last of two alike taken, two alike without a word, nesting and NaN
-not caught.
+not caught, another folder's entries remembered before or after its context.
 """
 
 from __future__ import annotations
@@ -90,6 +90,20 @@ def test_exact_entry_overlays_the_default(store):
     store.write(store.entry)
     assert _lookup(T=512, I=48) == Tiles(256, 48, 4)
     assert _lookup(I=48, T=512) == Tiles(256, 48, 4)  # the order of the sizes does not matter
+
+
+def test_another_folder_is_read_for_as_long_as_a_context_is_open(store, tmp_path):
+    elsewhere = Store(tmp_path / "elsewhere")
+    elsewhere.write({**elsewhere.entry, "config": {"block_i": 128}})
+    store.write(store.entry)
+    assert _lookup(T=512, I=48).block_i == 256
+    with pytest.raises(KeyError), config.reading(tmp_path / "elsewhere"):
+        assert config.folder() == tmp_path / "elsewhere"
+        assert _lookup(T=512, I=48).block_i == 128
+        assert config.sources(GPU) == {"measured": 1}
+        raise KeyError
+    assert config.folder() == tmp_path
+    assert _lookup(T=512, I=48).block_i == 256
 
 
 def test_bucket_entry_serves_the_sizes_below_it(store):
