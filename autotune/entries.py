@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,11 +23,13 @@ class Found:
         spare: modelled ones behind a measured one of their key, for another Triton.
         wrong: a sentence for each file that cannot be read and each entry that is ignored or has
             no figures.
+        ignored: how many entries and files of each op lookups ignore, where they do.
     """
 
     taken: list[tuple[str, Entry]] = field(default_factory=list)
     spare: list[tuple[str, Entry]] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
+    ignored: Counter[str] = field(default_factory=Counter)
 
 
 def read(root: Path, gpu: str, specs: Sequence[KernelSpec]) -> Found:
@@ -40,6 +43,7 @@ def read(root: Path, gpu: str, specs: Sequence[KernelSpec]) -> Found:
             entries = config.read(path, spec.name, gpu)
         except (OSError, ValueError) as error:
             found.wrong.append(f"{path.name}: ignored, {error}")
+            found.ignored[spec.name] += 1
             continue
         if not entries:
             found.wrong.append(f"{path.name}: no entries")
@@ -48,6 +52,7 @@ def read(root: Path, gpu: str, specs: Sequence[KernelSpec]) -> Found:
         taken, reasons = config.taken(entries, source, record["return"])
         is_taken = {id(entry) for entry in taken.values()}
         for number, (entry, reason) in enumerate(zip(entries, reasons, strict=True), start=1):
+            found.ignored.update([spec.name] if reason else [])
             wrong = f"ignored for {reason}" if reason else _wrong_figures(entry)
             if wrong:
                 found.wrong.append(f"{path.name}: {_name(entry, number)}: {wrong}")

@@ -13,6 +13,8 @@ launches of a case uncounted.
 from __future__ import annotations
 
 import dataclasses
+import json
+import math
 
 import pytest
 import torch
@@ -21,11 +23,12 @@ import triton.language as tl
 
 from autotune import contract
 from autotune.inspect import LaunchRow, launch_rows
-from ftkernels import backend, registry
+from ftkernels import backend, config, registry
 from ftkernels.offline import Compiled
 from ftkernels.spec import KernelSpec
 from ftkernels.testing import aot
 from ftkernels.work import Work, even_loop
+from tests.autotune.toy import ENTRY, HOST, PLAIN, TOY
 
 needs_compiler = pytest.mark.skipif(
     backend.interpreted(), reason="offline compiles need a process without TRITON_INTERPRET"
@@ -130,8 +133,7 @@ def test_a_widened_operand_is_named(dtype):
 
 @needs_compiler
 def test_one_stage_less_is_named(sound):
-    (change,) = _failing(_rows(stages=2), sound).values()
-    assert change.figure == "copies"
+    change = _failing(_rows(stages=2), sound)["copies"]
     assert change.now < change.committed
 
 
@@ -156,7 +158,7 @@ def _entry(**changes: object) -> dict[str, object]:
     return {
         "kernel": "k", "registers": 100, "spill_bytes": 0, "shared_bytes": 50000,
         "warps_per_sm": 8, "mma": {"QMMA": 64}, "copies": 12, "wide_share": 0.9,
-        "issue_per_kmac": 2.0, "ceiling_tflops": 300.0, "bound": "tensor", **changes,
+        "issue_per_kmac": 2.0, "ceiling_tflops": 300.0, "us": 10.0, "bound": "tensor", **changes,
     }  # fmt: skip
 
 
@@ -177,12 +179,14 @@ def compared(monkeypatch):
         ({"registers": 255}, False), ({"warps_per_sm": 4}, False), ({"bound": "alu"}, False),
         ({"ceiling_tflops": 100.0}, False), ({"shared_bytes": 101376}, False),
         ({"shared_bytes": 101377}, True), ({"spill_bytes": 4}, True),
-        ({"mma": {"QMMA": 65}}, False), ({"mma": {"QMMA": 63}}, True),
+        ({"mma": {"QMMA": 65}}, False), ({"mma": {"QMMA": 16}}, False), ({"mma": {}}, True),
         ({"mma": {"HMMA": 128}}, True), ({"mma": {"QMMA": 64, "HMMA": 1}}, False),
-        ({"copies": 11}, True), ({"copies": 13}, False),
+        ({"copies": 11}, True), ({"copies": 13}, False), ({"copies": 0}, True),
         ({"wide_share": 0.895}, False), ({"wide_share": 0.88}, True), ({"wide_share": 1.0}, False),
         ({"issue_per_kmac": 2.09}, False), ({"issue_per_kmac": 2.11}, True),
         ({"issue_per_kmac": 1.0}, False), ({"issue_per_kmac": None}, True),
+        ({"us": 10.49}, False), ({"us": 10.51}, True), ({"us": 5.0}, False),
+        ({"us": math.inf}, True),
     ],
     ids=str,
 )  # fmt: skip
@@ -191,6 +195,29 @@ def test_what_may_not_get_worse(change, fails, compared):
     assert found.fails == fails
     assert {found.figure: found.now} == change
     assert str(found).startswith(f"op flash-product k: {found.figure} was ")
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "fails"),
+    [
+        # a quarter of the passes stands in the code
+        (({"QMMA": 64}, 48), ({"QMMA": 16}, 24), False),
+        (({"QMMA": 64}, 48), ({"QMMA": 16}, 12), False),
+        (({"QMMA": 64}, 48), ({"QMMA": 16}, 11), True),
+        (({"QMMA": 64, "HMMA": 64}, 48), ({"QMMA": 32, "HMMA": 32}, 24), False),
+        (({"QMMA": 64, "HMMA": 64}, 48), ({"QMMA": 32, "HMMA": 64}, 24), True),
+        (({"QMMA": 64}, 48), ({"QMMA": 128}, 48), False),
+        (({"QMMA": 64}, 48), ({"QMMA": 128}, 47), True),
+        (({"QMMA": 64}, 48), ({"QMMA": 1}, 0), True),
+        (({}, 48), ({}, 47), True),
+        (({}, 0), ({}, 0), False),
+    ],
+)  # fmt: skip
+def test_products_unrolled_less_often_copy_less_often(before, after, fails, compared):
+    old, new = (_entry(mma=mma, copies=copies) for mma, copies in (before, after))
+    found = {change.figure: change.fails for change in compared([new], [old])}
+    assert found.get("copies", False) == fails
+    assert not found.get("mma", False)
 
 
 def test_committed_spills_are_no_excuse(compared):
@@ -254,7 +281,7 @@ def test_what_is_written_is_read(sound, tmp_path):
 
 
 def test_a_whole_write_leaves_no_others(tmp_path, monkeypatch):
-    monkeypatch.setattr(contract, "entry", lambda row: _entry(us=1.0, ceiling_gb_per_s=1.0))
+    monkeypatch.setattr(contract, "entry", lambda row: _entry(ceiling_gb_per_s=1.0))
     path = tmp_path / "contract.json"
     row, other = _Row("rms_norm"), _Row("hadamard")
     assert contract.write([row, other], path) == 2
@@ -277,7 +304,7 @@ class _Row:
 
 
 def test_a_write_that_fails_leaves_what_was_there(tmp_path, monkeypatch):
-    monkeypatch.setattr(contract, "entry", lambda row: _entry(us=1.0, ceiling_gb_per_s=1.0))
+    monkeypatch.setattr(contract, "entry", lambda row: _entry(ceiling_gb_per_s=1.0))
     path = tmp_path / "contract.json"
     contract.write([_Row("rms_norm")], path)
     before = path.read_text()
@@ -325,6 +352,55 @@ def test_cases_that_are_left_over_or_missing_name_the_command(key, number, sente
     assert contract.Contract("3.7.1", launches).strays([spec]) == []
     launches[key] = [_entry()] * number
     assert contract.Contract("3.7.1", launches).strays([spec]) == [f"contract: {sentence}"]
+
+
+def test_both_ways_out_are_named():
+    assert contract.way_out("rms_norm") == (
+        "contract: ft-autotune tune rms_norm when its source changed, "
+        "ft-autotune inspect --write-contract rms_norm when the change is wanted"
+    )
+
+
+GPU = "nvidia_geforce_rtx_4090"
+STALE = {**ENTRY, "source_hash": "0"}
+SMALL = dataclasses.replace(TOY, cases=({"name": "small", "T": 300, "I": 128},))
+
+
+@pytest.fixture
+def told(tmp_path, monkeypatch):
+    """What is told of a spec's entries when `toy` has a file of such a text."""
+    path = tmp_path / GPU / "toy.json"
+    path.parent.mkdir()
+    monkeypatch.setattr(config, "_ROOT", tmp_path)
+    monkeypatch.setattr(contract, "registry", lambda: [TOY, HOST])
+
+    def told(spec, text):
+        path.write_text(text)
+        config.forget()
+        return contract.ignored([spec])
+
+    yield told
+    config.forget()
+
+
+def _file(*held: object) -> str:
+    return json.dumps({"op": "toy", "gpu": GPU, "schema": config.SCHEMA, "entries": held})
+
+
+@pytest.mark.filterwarnings("error")
+def test_entries_that_lookups_ignore_are_told(told):
+    sentence = (
+        "contract: entries of toy are ignored, the figures are those of defaults: "
+        "ft-autotune tune toy"
+    )
+    for text in (_file(ENTRY, STALE), _file(7), "damaged"):
+        assert told(TOY, text) == sentence
+        assert told(HOST, text) == sentence  # it looks up what `toy` does
+        assert told(PLAIN, text) == ""
+        assert told(SMALL, text) == ""  # not held
+    assert told(TOY, _file(ENTRY)) == ""
+    found = dataclasses.replace(TOY, cases=TOY.cases[2:3])
+    assert told(found, _file(ENTRY, STALE)) == ""  # what it looks up has an entry
 
 
 def test_the_shipped_contract_has_the_cases_that_are_held():

@@ -64,6 +64,8 @@ def test_what_is_wrong_is_named_and_spoils_no_other(wrong, told, read):
         assert sentence == f"toy.json: {told}"
     else:
         assert sentence.endswith("expected microseconds above 0")
+    # lookups read no times
+    assert found.ignored == ({"toy": 1} if ": ignored for" in sentence else {})
 
 
 def test_a_second_entry_of_a_key_is_ignored(read):
@@ -88,3 +90,4 @@ def test_damaged_files_are_one_sentence(content, read, tmp_path):
     found = entries.read(tmp_path, GPU, [TOY])
     assert len(found.wrong) == 1
     assert found.wrong[0].startswith("toy.json: ignored, ")
+    assert found.ignored == {"toy": 1}

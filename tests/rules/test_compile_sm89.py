@@ -131,7 +131,9 @@ def _check_contract(spec: KernelSpec, case: Case, compiled: list[Compiled]) -> N
     rows = launch_rows(spec, case, compiled)
     found = contract.changes(spec.name, case, rows, contract.read().of(spec.name, case))
     failing = [str(change) for change in found if change.fails]
-    assert not failing, "\n".join(failing)
+    assert not failing, "\n".join(
+        [*failing, contract.way_out(spec.name), contract.ignored([spec])]
+    ).rstrip()
     told = (spec.name, case["name"])
     missed = [line for floor in FLOORS for line in misses(floor, spec.name, case, rows)]
     if told in MISSED:
