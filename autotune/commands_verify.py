@@ -15,7 +15,7 @@ import click
 
 from autotune.ops import arch_option, chosen, jobs_option, out_option, require_compiler
 from autotune.progress import compiling, counting, state_file
-from autotune.tables import pairs
+from autotune.tables import counted, pairs
 
 if TYPE_CHECKING:
     from ftkernels import KernelSpec
@@ -36,11 +36,11 @@ def verify(ops: tuple[str, ...], arch: str, out: Path | None, quick: bool) -> No
     Interpreted, or on the card when there is one. Exits 1 with a list of what is wrong: with --out
     and without names an op may lack its file.
     """
+    specs = chosen(ops)
     import torch
 
     from ftkernels import backend, config
 
-    specs = chosen(ops)
     has_card = torch.cuda.is_available() and not backend.interpreted()
     if not has_card and not backend.interpreted():
         options = [*(["--out", str(out)] if out else []), *["--quick"] * quick]
@@ -75,7 +75,8 @@ def _verify(
     for line in wrong:
         click.echo(line)
     ran = sum(x.ran for x in checked)
-    click.echo(f"{len(checked)} entries looked up, {ran} run by value, {len(wrong)} failed")
+    looked_up = counted(len(checked), "entry", "entries")
+    click.echo(f"{looked_up} looked up, {ran} run by value, {len(wrong)} failed")
     _require_none(wrong, folder)
 
 
@@ -109,10 +110,10 @@ def report(
     ops: tuple[str, ...], arch: str, out: Path | None, jobs: int | None, as_json: bool
 ) -> None:
     """Before and after: each key's default and its entry, and what their kernels use."""
-    from ftkernels import config
-
     specs = chosen(ops)
     require_compiler()
+    from ftkernels import config
+
     with config.reading(out or config.folder()):
         if out:
             _folder_of(int(arch))
@@ -143,4 +144,6 @@ def _report(specs: Sequence[KernelSpec], arch: str, jobs: int | None, as_json: b
 
 def _require_none(wrong: Sequence[str], folder: Path) -> None:
     if wrong:
-        raise click.ClickException(f"{len(wrong)} entries or files of {folder} are wrong")
+        what = counted(len(wrong), "entry or file", "entries or files")
+        verb = "is" if len(wrong) == 1 else "are"
+        raise click.ClickException(f"{what} of {folder} {verb} wrong")

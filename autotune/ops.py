@@ -29,9 +29,13 @@ jobs_option = click.option(
 def chosen(ops: Sequence[str]) -> list[KernelSpec]:
     """The named ops; without names every op that has kernels.
 
+    Called before anything else of ftkernels is imported.
+
     Raises:
         UsageError: no such op, or one that runs its reference only.
+        ClickException: `FTKERNELS_BACKEND` leaves this process no kernels.
     """
+    _require_kernels()
     from ftkernels import registry
 
     known = {spec.name: spec for spec in registry()}
@@ -47,6 +51,17 @@ def chosen(ops: Sequence[str]) -> list[KernelSpec]:
     return [known[op] for op in dict.fromkeys(ops)] or [
         spec for spec in known.values() if spec.kernel
     ]
+
+
+def _require_kernels() -> None:
+    try:
+        from ftkernels import backend
+    except ValueError as error:  # a value that it does not know
+        raise click.ClickException(str(error)) from None
+    if backend.always_reference():
+        raise click.ClickException(
+            "FTKERNELS_BACKEND is 'reference', which runs no kernels, expected it unset"
+        )
 
 
 def require_compiler() -> None:

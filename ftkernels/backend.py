@@ -70,6 +70,11 @@ def interpreting() -> dict[str, str]:
     return {"TRITON_INTERPRET": "1"}
 
 
+def always_reference() -> bool:
+    """Whether every op runs its reference in this process, wherever its tensors are."""
+    return _REFERENCE_ALWAYS
+
+
 def use_reference(x: torch.Tensor) -> bool:
     """Whether the op called with `x` runs its reference; asked once an op, after its checks.
 
