@@ -257,6 +257,7 @@ def committed(tmp_path, monkeypatch):
     monkeypatch.setattr(contract.read, "__defaults__", (path,))
     monkeypatch.setattr(contract.write, "__defaults__", (path,))
     monkeypatch.setattr(contract.Contract, "strays", lambda self, specs: [])
+    monkeypatch.setattr(contract, "ignored", lambda specs: "")
     return path
 
 
@@ -267,7 +268,8 @@ def test_the_contract_is_written_and_compared(committed, shown, capsys):
     assert err.endswith("ft-autotune: 1 launches in contract.json\n")
     assert json.loads(committed.read_text())["triton"] == "3.7.1"
     code, out, err = _run(capsys, "inspect", "--diff", "--json")
-    assert (code, json.loads(out)) == (0, {"source": "modelled", "changes": [], "strays": []})
+    told = {"source": "modelled", "changes": [], "strays": [], "ignored": None}
+    assert (code, json.loads(out)) == (0, told)
     code, out, err = _run(capsys, "inspect", "--diff")
     assert (code, out) == (0, "none of 1 launches differs from contract.json\n")
 
@@ -284,8 +286,9 @@ def test_the_contract_is_written_and_compared(committed, shown, capsys):
     assert code == 1
     assert "WORSE" in out
     assert "a static model, no times" in " ".join(out.split())
-    assert err.splitlines()[-2:] == [
+    assert err.splitlines()[-3:] == [
         "ft-autotune: rms_norm flash-t1 _rms_norm_kernel: wide_share was 1.0, is 0.5",
+        f"ft-autotune: {contract.way_out('rms_norm')}",
         "ft-autotune: 1 figures are worse than the contract lets them",
     ]
 
@@ -308,6 +311,17 @@ def test_cases_left_over_fail_a_comparison(committed, shown, monkeypatch, capsys
     ]
     _, out, _ = _run(capsys, "inspect", "--diff", "--json")
     assert json.loads(out)["strays"] == ["contract: case a b has 1 launches, expected 0: a command"]
+
+
+def test_ignored_entries_are_one_line_and_no_failure(committed, shown, monkeypatch, capsys):
+    shown(_row("flash-t1"))
+    assert _run(capsys, "inspect", "--write-contract")[0] == 0
+    monkeypatch.setattr(contract, "ignored", lambda specs: f"contract: {len(specs)}")
+    code, out, err = _run(capsys, "inspect", "--diff", "rms_norm")
+    assert (code, out) == (0, "none of 1 launches differs from contract.json\n")
+    assert err.splitlines()[-1] == "ft-autotune: contract: 1"
+    _, out, _ = _run(capsys, "inspect", "--diff", "--json", "rms_norm")
+    assert json.loads(out)["ignored"] == "contract: 1"
 
 
 @pytest.mark.parametrize(("named", "others"), [([], False), (["rms_norm"], True)])
