@@ -34,7 +34,7 @@ def moe(
     topk, experts = config.num_experts_per_tok, config.n_routed_experts
     counts = torch.bincount(chosen.flatten(), minlength=experts)
     order = chosen.flatten().argsort(stable=True)
-    offsets = [0, *counts.cumsum(0).tolist()]
+    offsets = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
     x = rounding.activation(x)
     rows = x[order // topk]
     hidden = swiglu(

@@ -55,12 +55,12 @@ class _Grouped(torch.autograd.Function):
     """Rows `[offset[e], offset[e+1])` of `x [R, K]` times `weight[e] [N, K]`."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, offsets: list[int]) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
         out = x.new_empty(x.shape[0], weight.shape[1])
-        for expert, (a, b) in enumerate(pairwise(offsets)):
+        ctx.offsets = offsets.tolist()
+        for expert, (a, b) in enumerate(pairwise(ctx.offsets)):
             torch.mm(x[a:b], weight[expert].t(), out=out[a:b])
         ctx.save_for_backward(x, weight)
-        ctx.offsets = offsets
         return out
 
     @staticmethod
@@ -75,8 +75,8 @@ class _Grouped(torch.autograd.Function):
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def grouped_linear(x: Tensor, weight: Tensor, offsets: list[int]) -> Tensor:
-    """`[R, N]`: each run of rows between two offsets times its expert's matrix."""
+def grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+    """`[R, N]`: each run of rows between two of `offsets [E + 1]` times its expert's matrix."""
     out: Tensor = _Grouped.apply(x, weight, offsets)  # type: ignore[no-untyped-call]
     return out
 

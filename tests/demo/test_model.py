@@ -127,7 +127,7 @@ def test_gradient_of_attention_with_a_sink():
 def test_gradient_of_grouped_products():
     x = torch.randn(7, 3, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(4, 2, 3, dtype=torch.float64, requires_grad=True)
-    offsets = [0, 2, 2, 6, 7]  # the second expert has no row
+    offsets = torch.tensor([0, 2, 2, 6, 7])  # the second expert has no row
     assert torch.autograd.gradcheck(lambda a, b: grouped_linear(a, b, offsets), (x, weight))
     for row, expert in enumerate((0, 0, 2, 2, 2, 2, 3)):
         expected = weight[expert] @ x[row]
