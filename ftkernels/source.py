@@ -1,4 +1,4 @@
-"""What a tuned entry follows from: the code of the kernels that an op can reach.
+"""What a tuned entry follows from: the code that an op can reach, its kernels and their launches.
 
 A module's text counts without comments, docstrings and blank lines, so that words make nothing
 stale. It is read without a parser: a process that serves does this at its first lookups.
@@ -25,24 +25,27 @@ _PIECES = re.compile(
 _LINE_END = re.compile(r"[ \t]*(?:#|\n|\Z)")
 _FROM = re.compile(r"^from ([\w.]+) import (\([^)]*\)|.*)", re.MULTILINE)
 _IMPORT = re.compile(r"^import ([\w.]+)", re.MULTILINE)
-_KERNELS = re.compile(r"\btriton\.jit\b")
+# of a package, what can change neither a kernel nor its launch: checks and formats, lookups, which
+# path runs, records of ops, cards (for candidates and the static model), stand-ins for tests
+_INFRASTRUCTURE = frozenset(
+    ("backend", "check", "config", "source", "spec", "target", "testing", "work")
+)
 
 
 @dataclass(frozen=True)
 class _Module:
-    """Of a module: hash of its code, modules of its package that it imports, has it kernels."""
+    """Of a module: hash of its code, and modules of its package that it imports."""
 
     digest: str
     imports: frozenset[str]
-    has_kernels: bool
 
 
 @lru_cache(maxsize=256)
 def source_hash(*functions: Callable[..., Any]) -> str:
-    """Hash of the modules that define the functions, and of those with kernels that they import.
+    """Hash of the modules that define the functions, and of those that they import.
 
     Imports are followed at any depth inside the modules' own package, where they stand at the head
-    of a module; kernels are functions of `triton.jit`.
+    of a module. Infrastructure that is imported does not count, but what it imports does.
     """
     roots = {function.__module__ for function in functions}
     reached, open_ = set(roots), list(roots)
@@ -50,12 +53,13 @@ def source_hash(*functions: Callable[..., Any]) -> str:
         found = _module(open_.pop()).imports - reached
         reached |= found
         open_ += found
-    parts = (f"{x} {_module(x).digest}" for x in sorted(reached) if x in roots or _has_kernels(x))
+    counted = sorted(x for x in reached if x in roots or not _is_infrastructure(x))
+    parts = (f"{x} {_module(x).digest}" for x in counted)
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
-def _has_kernels(name: str) -> bool:
-    return _module(name).has_kernels
+def _is_infrastructure(name: str) -> bool:
+    return name.partition(".")[2] in _INFRASTRUCTURE
 
 
 @lru_cache(maxsize=1024)
@@ -64,7 +68,7 @@ def _module(name: str) -> _Module:
     package = name.partition(".")[0] + "."
     imports = {x for x in _imported(code) if x.startswith(package) and x in sys.modules}
     digest = hashlib.sha256(code.encode()).hexdigest()
-    return _Module(digest, frozenset(imports), bool(_KERNELS.search(code)))
+    return _Module(digest, frozenset(imports))
 
 
 def _imported(code: str) -> Iterator[str]:

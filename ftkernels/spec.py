@@ -9,14 +9,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+from ftkernels.scratch import COUNTER_BYTES as COUNTER_BYTES
 from ftkernels.target import Target
 from ftkernels.work import Work, no_work
 
 Case = Mapping[str, Any]
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
-
-COUNTER_BYTES = 64 * 1024
-"""Head of every scratch tensor: counters, zero before and after each op."""
 
 
 def _no_candidates(key: Case, target: Target) -> Iterable[object]:

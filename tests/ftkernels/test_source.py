@@ -1,9 +1,9 @@
 """Hashes of source: which modules an op's entries follow from, and what of a module counts.
 
 Mutants tried: comments counted, docstrings counted, a `#` in a string taken for a comment, every
-string on its own line taken for a docstring, modules without kernels counted, the roots left out
-unless they have kernels, imports of imports not followed, modules followed into other packages,
-the order that imports stand in counted.
+string on its own line taken for a docstring, modules without kernels left out, infrastructure
+counted, roots left out where they are infrastructure, imports of imports or of infrastructure not
+followed, modules followed into other packages, the order that imports stand in counted.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from types import ModuleType
 
 import pytest
 
-from ftkernels import config, registry, source
+from ftkernels import config, registry, source, spec
 from tests.support.edited import changes
 
 SOURCE = '''"""Words of the module."""
@@ -132,8 +132,11 @@ _KERNEL = "import triton\n@triton.jit\ndef k(x):\n    return x + 1\n"
 PARTS = {
     "op": "import torch.op\nfrom pkg import plain, gone\nfrom pkg.tiles import (\n    k as t,\n)\n",
     "plain": "import pkg.deep\nFIGURE = 3\n",
-    "deep": f"from pkg.ring import FIGURE\n{_KERNEL}",
+    "deep": f"from pkg.ring import FIGURE\nfrom pkg import check\n{_KERNEL}",
     "ring": "import pkg.deep\nFIGURE = 1\n",
+    "check": "from pkg.counters import BYTES\n",
+    "counters": "BYTES = 64\n",
+    "quant.check": "FIGURE = 1\n",
     "tiles": _KERNEL,
     "stray": _KERNEL,
     "other": "from pkg.tiles import k\n",
@@ -144,21 +147,25 @@ def _changed(part: str) -> dict[str, str]:
     return {part: PARTS[part] + "MORE = 1\n"}
 
 
-def test_kernels_that_are_reached_count_and_nothing_else(hashed):
+def test_what_is_reached_counts_but_for_infrastructure(hashed):
     base = hashed()
     assert hashed() == base
     assert len(base) == 16
-    for part in ("op", "tiles", "deep"):  # the last by way of a module without kernels
+    for part in ("op", "tiles", "deep", "plain", "ring", "counters"):
         assert hashed(**_changed(part)) != base, part
-    for part in ("plain", "ring", "stray", "other"):
+    for part in ("stray", "other", "check"):
         assert hashed(**_changed(part)) == base, part
     assert hashed(tiles="# words\n" + _KERNEL) == base
     assert hashed("other", **_changed("deep")) == hashed("other")
+    for part in ("check", "quant.check"):  # where it is asked for, or only called alike
+        assert hashed(part, **_changed(part)) != hashed(part), part
+    through = {"tiles": "import pkg.quant.check\n"}
+    assert hashed(**through, **_changed("quant.check")) != hashed(**through)
 
 
 def test_the_hash_is_of_names_and_code_in_order(hashed):
     """So that every process has the same."""
-    reached = ["deep", "op", "tiles"]
+    reached = ["counters", "deep", "op", "plain", "ring", "tiles"]
     parts = []
     for name in reached:
         code = "\n".join(source.code_lines(PARTS[name]))
@@ -193,12 +200,59 @@ def test_an_op_follows_from_the_helpers_that_its_kernels_stand_in():
         "compress_kv": ("attention.pooling", "attention.stores"),
         "linear": ("linear.linear", "linear.products"),
     }
-    defaults = {spec.name: spec.default for spec in registry()}
+    _require_follows(found)
+    assert not _follows("moe_align", "ftkernels.linear.products")
+
+
+def test_an_op_follows_from_where_its_kernels_are_launched():
+    """By hand: grids, splits, constexprs, forms of what is read, and the sizes of counters."""
+    _require_follows({
+        "fp8_linear": ("linear.fp8_product", "rows", "scratch"),
+        "grouped_linear": ("linear.fp8_product", "linear.fp8_linear"),
+        "mla_prefill": ("attention.pools", "attention.dense"),
+        "mla_decode": ("attention.pools", "scratch"),
+        "append_kv": ("attention.compressor",),
+        "moe_gemm_fp4": ("moe.experts", "quant.pack"),
+        "hc_post_pre": ("mhc.pre", "mhc.sinkhorn"),
+        "hadamard": ("rows",),
+    })  # fmt: skip
+    for name in source._INFRASTRUCTURE:
+        assert not _follows("fp8_linear", f"ftkernels.{name}"), name
+
+
+def test_of_infrastructure_ops_use_no_figure():
+    """A number of it that went into a launch would not be counted."""
+    allowed = {
+        "backend": ("INTERPRET", "UnsupportedDeviceError"), "config": (), "work": ("Work",),
+        "spec": ("COUNTER_BYTES", "Case", "Inputs", "KernelSpec"), "target": ("Target",),
+    }  # fmt: skip
+    for module in _ops():
+        for node in ast.walk(ast.parse(inspect.getsource(module))):
+            if not isinstance(node, ast.ImportFrom) or node.module is None:
+                continue
+            package, _, name = node.module.partition(".")
+            if package == "ftkernels" and name in allowed:
+                for alias in node.names:
+                    held = getattr(sys.modules[node.module], alias.name)
+                    is_function = inspect.isfunction(held)
+                    assert is_function or alias.name in allowed[name], (module, alias.name)
+            if node.module == "ftkernels":
+                assert "target" not in [alias.name for alias in node.names], module
+
+
+def _ops() -> list[ModuleType]:
+    folders = {name.partition(".")[0] for name in spec.MODULES}
+    names = [name.split(".") for name in sys.modules if name.startswith("ftkernels.")]
+    return [sys.modules[".".join(x)] for x in names if len(x) > 2 and x[1] in folders]
+
+
+def _require_follows(found: dict[str, tuple[str, ...]]) -> None:
     for op, helpers in found.items():
         for helper in helpers:
-            assert _follows(op, defaults[op], f"ftkernels.{helper}"), (op, helper)
-    assert not _follows("moe_align", defaults["moe_align"], "ftkernels.linear.products")
+            assert _follows(op, f"ftkernels.{helper}"), (op, helper)
 
 
-def _follows(op: str, default: Callable[..., object], module: str) -> bool:
+def _follows(op: str, module: str) -> bool:
+    default = next(x.default for x in registry() if x.name == op)
+    assert default is not None
     return changes(lambda: config.made_from(op, default), module)
