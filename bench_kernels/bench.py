@@ -26,7 +26,7 @@ import triton
 from bench_kernels import card, committed, others, roofline, text
 from bench_kernels.committed import Committed
 from bench_kernels.terms import Assumed, steps
-from ftkernels import registry, target
+from ftkernels import backend, registry, target
 from ftkernels.testing.timer import CudaTimer
 
 _STATIC = (
@@ -146,7 +146,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     known = {spec.name for spec in registry() if spec.kernel}
     for op in args.ops:
         if op not in known:
-            parser.error(f"OP is {op}, expected the name of an op with kernels")
+            parser.error(f"OP is {text.shown(op)}, expected the name of an op with kernels")
     return args
 
 
@@ -161,6 +161,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         report = static_report(figures, args.ops, step=args.step or not args.ops)
         print(json.dumps(report) if args.json else static_text(report, figures))
         return 0
+    if backend.always_reference():
+        print("FTKERNELS_BACKEND is 'reference', which runs no kernels, expected it unset",
+              file=sys.stderr)  # fmt: skip
+        return 1
     report = measured_report(args, figures)
     print(json.dumps(report) if args.json else measured_text(report))
     failed = any("error" in row for row in report["rows"])

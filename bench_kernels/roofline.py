@@ -125,7 +125,7 @@ _SHARE, _RATE, _TIME = text.number(0, 1), text.number(1e-3, 1e6), text.number(0,
 
 def _cards(word: str) -> int:
     if word not in ("1", "2", "4", "8"):
-        raise argparse.ArgumentTypeError(f"{word}, expected 1, 2, 4 or 8")
+        raise argparse.ArgumentTypeError(f"{text.shown(word)}, expected 1, 2, 4 or 8")
     return int(word)
 
 

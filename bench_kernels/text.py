@@ -47,6 +47,11 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, re.sub(r"^argument (\S+): ", r"\1 is ", message) + "\n")
 
 
+def shown(word: str) -> str:
+    """A wrong value as a sentence can hold it: in quotes where it would not be seen."""
+    return word if word.strip() and word.isprintable() else repr(word)
+
+
 def number(low: float, high: float, *, whole: bool = False) -> Callable[[str], float]:
     """Reads a finite number from `low` to `high`, both allowed."""
 
@@ -57,8 +62,8 @@ def number(low: float, high: float, *, whole: bool = False) -> Callable[[str], f
         except ValueError:
             value = None
         if value is None or not low <= value <= high:
-            wanted = f"a {kind} from {low:g} to {high:g}"
-            raise argparse.ArgumentTypeError(f"{text}, expected {wanted}")
+            ends = f"{low} to {high}" if whole else f"{low:g} to {high:g}"
+            raise argparse.ArgumentTypeError(f"{shown(text)}, expected a {kind} from {ends}")
         return value
 
     return read

@@ -6,7 +6,7 @@ Mutants tried: cases of TP 2 timed, ops of one name only in a row, the budget ne
 any size taken, one set of inputs for all calls, copies that are views, shares of the FP8 ceiling
 for a bf16 product and the reverse, a slow reference timed five times, an error that ends the table,
 a failing graph that ends it, other values timed, a lost card's rows dropped, exit code 0 with an
-error, a copy's bytes counted once.
+error, a copy's bytes counted once, the reference measured, an unknown backend let through.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -25,7 +26,7 @@ import torch
 from bench_kernels import bench, card, committed, others
 from bench_kernels.card import Bench, Ceilings, measured_ceilings, problems
 from bench_kernels.committed import Committed
-from ftkernels import registry
+from ftkernels import backend, registry
 from ftkernels.norm.rms_norm import SPEC as NORM
 from ftkernels.norm.rms_norm import rms_norm
 
@@ -332,14 +333,32 @@ def test_on_a_card_the_table_says_what_is_missing(monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [("mla", "OP is mla, expected the name of an op with kernels"),
+     ("a\tb", "OP is 'a\\tb', expected the name of an op with kernels"),
      ("--seconds soon", "--seconds is soon, expected a number from 0 to 86400"),
      ("--largest-gb -1", "--largest-gb is -1, expected a number from 0 to 1024")],
 )  # fmt: skip
 def test_a_bad_command_line_is_one_sentence(words, sentence, capsys):
     with pytest.raises(SystemExit) as ended:
-        bench.main(words.split())
+        bench.main(words.split(" "))
     assert ended.value.code == 2
     assert capsys.readouterr() == ("", sentence + "\n")
+
+
+def test_a_process_without_kernels_has_nothing_to_measure(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(backend, "always_reference", lambda: True)
+    assert bench.main(["hadamard"]) == 1
+    sentence = "FTKERNELS_BACKEND is 'reference', which runs no kernels, expected it unset\n"
+    assert capsys.readouterr() == ("", sentence)
+
+
+def test_an_unknown_backend_is_one_sentence():
+    done = subprocess.run(
+        [sys.executable, "-m", "bench_kernels"], cwd=ROOT, capture_output=True, text=True,
+        env={**os.environ, "FTKERNELS_BACKEND": "cuda"}, check=False,
+    )  # fmt: skip
+    told = "FTKERNELS_BACKEND is 'cuda', expected 'reference' or unset\n"
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", told)
 
 
 def test_it_runs_from_the_source_tree_with_torch_and_triton_only():

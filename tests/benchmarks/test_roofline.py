@@ -303,6 +303,7 @@ def test_the_command_as_json(capsys):
     [("--cards 3", "--cards is 3, expected 1, 2, 4 or 8"),
      ("--hit-rate 1.5", "--hit-rate is 1.5, expected a number from 0 to 1"),
      ("--link-gb-per-s nan", "--link-gb-per-s is nan, expected a number from 0.001 to 1e+06"),
+     ("--chunk 0", "--chunk is 0, expected a whole number from 1 to 1048576"),
      ("--rows 2.5", "--rows is 2.5, expected a whole number from 1 to 4096"),
      ("--chunk 200000", "--chunk is 200000, expected at most --chunk-context (100010)"),
      ("--plot x.txt", "--plot is x.txt, expected a file name that ends in .png, .svg, .pdf"),
