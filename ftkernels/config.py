@@ -36,6 +36,7 @@ _BUCKET_TOP = 8192
 _MOST_WARPS = 32  # of a block: 1024 threads
 _MOST = 1 << 20  # elements of a tensor in Triton
 _SOURCES = ("measured", "modelled")
+_STALE = "another source hash"
 
 
 @dataclass(frozen=True)
@@ -229,7 +230,8 @@ def _entries(
     ignored = Counter(filter(None, reasons))
     if ignored:
         told = ", ".join(f"{count} for {reason}" for reason, count in ignored.items())
-        warnings.warn(f"config file {path}: entries ignored, {told}", stacklevel=5)
+        remedy = f"; ft-autotune tune {op} makes them anew" if _STALE in ignored else ""
+        warnings.warn(f"config file {path}: entries ignored, {told}{remedy}", stacklevel=5)
     return {key: _Entry(entry["config"], entry["source"]) for key, entry in found.items()}
 
 
@@ -279,7 +281,7 @@ def _refusal(entry: object, source: str, record: Callable[..., Any]) -> str:
         return damaged
     assert isinstance(entry, dict)
     if entry["source_hash"] != source:
-        return "another source hash"
+        return _STALE
     if minor(triton.__version__) not in map(minor, entry["triton"].split()):
         return f"a Triton other than {minor(triton.__version__)}"
     config, types = entry["config"], get_type_hints(record)

@@ -169,6 +169,21 @@ def test_t13_a_bad_entry_is_ignored_with_one_warning(change, store):
     assert str(store.path) in str(caught[0].message)
 
 
+def test_the_warning_about_stale_entries_names_the_remedy(store):
+    stale = {**store.entry, "source_hash": "0"}
+    store.write(stale, 7, {**store.entry, "key": {"T": 1024, "I": 48}})
+    with pytest.warns(UserWarning, match="entries ignored") as caught:
+        _lookup(T=512, I=48)
+    assert str(caught[0].message).endswith(
+        ": entries ignored, 1 for another source hash, 1 for not being an object; "
+        f"ft-autotune tune {OP} makes them anew"
+    )
+    store.write(7, store.entry)
+    config.forget()
+    with pytest.warns(UserWarning, match="1 for not being an object$"):
+        _lookup(T=512, I=48)
+
+
 HEADS: dict[str, dict[str, object]] = {
     "other schema": {"schema": 2},
     "other op": {"op": "another_op"},
