@@ -16,7 +16,8 @@ several cards a chunk runs in two halves: the all-reduces of one hide behind the
 launches and all-reduces are twice as many, and weights are read twice.
 `static`: all calls by the static model of a launch, at the committed number of tokens nearest to
 the step's, matrices of another size scaled by their bytes and the products of a chunk by their
-FLOPs; it knows waves and latencies, the terms do not.
+FLOPs; it knows waves and latencies, the terms do not. A call for which that comes to less than its
+memory or its compute, because its tokens are more, counts as the larger of these two.
 
 Defaults are the server that the targets come from: 8 RTX 4090s, 50 rows, a chunk of 3456 tokens in
 the middle of a prompt of 200,019, 9411 of 11008 experts on the cards, the decode hit rate of
@@ -70,7 +71,7 @@ _WHAT = {
     "launches": "{nodes} nodes of a graph, all-reduces among them",
     "sum": "nothing overlaps",
     "overlapped": "copies beside calls, memory beside compute",
-    "static": "all calls by the static model of a launch, nearest committed sizes",
+    "static": "all calls by the static model of a launch, none below memory or compute",
 }
 
 

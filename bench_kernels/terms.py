@@ -66,11 +66,11 @@ class Timed:
             # latencies make a decode launch, products make one of a chunk
             by_flops = not decode and call.committed_flops
             us *= call.flops / call.committed_flops if by_flops else call.resized
-        return cls(
-            call, call.num_bytes / memory_bytes,
-            call.flops / (ceiling * 1e12) if ceiling else 0.0,
-            None if us is None else call.times * us / 1e6,
-        )  # fmt: skip
+        memory_s = call.num_bytes / memory_bytes
+        compute_s = call.flops / (ceiling * 1e12) if ceiling else 0.0
+        # a committed call of fewer tokens says less than those of this one take
+        static_s = None if us is None else max(call.times * us / 1e6, memory_s, compute_s)
+        return cls(call, memory_s, compute_s, static_s)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,8 @@ read by every step, hits taken for misses, the ring's factor dropped, one all-re
 all-reduces on one card, index rows of one sequence for all rows, the head for every token of a
 chunk, the highest ceiling of a call, a decode launch scaled by its FLOPs, no launch scaled by
 its bytes, memory and compute of a call added up in `overlapped`, all-reduces left out of the nodes,
-`--plot` on any file name, on a folder or after the work, shares of rows that nobody reported.
+`--plot` on any file name, on a folder or after the work, shares of rows that nobody reported, the
+static model below memory, below compute.
 """
 
 from __future__ import annotations
@@ -216,8 +217,11 @@ def test_one_card_has_no_all_reduce(figures):
 def test_the_static_model_stands_beside_the_terms():
     """Every launch 2 us: a decode step takes that for each; products of a chunk in proportion."""
     real = committed.read()
-    launches = {key: [{**x, "us": 2.0} for x in part] for key, part in real.launches.items()}
-    one, _, chunk = steps(Assumed(), Committed(real.triton, launches))
+    launches = {
+        key: [{**x, "us": 2.0, "ceiling_tflops": None} for x in part]
+        for key, part in real.launches.items()
+    }
+    one, _, chunk = steps(Assumed(memory_gb_per_s=1e6), Committed(real.triton, launches))
     # with the quantizing launches of the expert ops, which a step has not
     launches_us = 2 * (one.nodes - 86 + 2 * NUM_LAYERS)
     # an eighth of the head; index queries behind those of 8 heads
@@ -230,6 +234,22 @@ def test_the_static_model_stands_beside_the_terms():
     assert scores.static_s == pytest.approx(2e-6 * scores.call.flops / 240.5e9, rel=0.01)
     launches["embed", "flash-t1"] = [{**launches["embed", "flash-t1"][0], "us": None}]
     assert steps(Assumed(), Committed(real.triton, launches))[0].static_s is None
+
+
+@pytest.mark.parametrize("cards", [1, 8])
+def test_no_call_of_the_static_model_is_below_its_terms(cards, figures):
+    assumed = Assumed(cards=cards)
+    # 1 us a launch is below what many calls move, 1 s above what any does
+    for us, below in ((1.0, True), (1e6, False)):
+        launches = {k: [{**x, "us": us} for x in part] for k, part in figures.launches.items()}
+        for step in steps(assumed, Committed(figures.triton, launches)):
+            least = [max(x.memory_s, x.compute_s) for x in step.calls]
+            static = [x.static_s for x in step.calls]
+            assert all(x >= y for x, y in zip(static, least, strict=True))
+            assert any(x == y for x, y in zip(static, least, strict=True)) == below
+    for step in steps(assumed, figures):
+        assert step.static_s == pytest.approx(math.fsum(x.static_s for x in step.calls))
+        assert step.static_s >= step.calls_s
 
 
 def test_the_lowest_ceiling_of_a_call_counts():
