@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, NoReturn
 
 import click
 
@@ -33,8 +32,8 @@ _QUICK_KEYS = 1  # of an op
 def verify(ops: tuple[str, ...], arch: str, out: Path | None, quick: bool) -> None:
     """Run the entries of the named ops (without names: all) by value.
 
-    Interpreted, or on the card when there is one. Exits 1 with a list of what is wrong: with --out
-    and without names an op may lack its file.
+    Interpreted, or on the card when there is one. Exits 1 with a list of what is wrong, also when a
+    key that has a choice has no entry; with --out it may, and without names an op its file.
     """
     specs = chosen(ops)
     import torch
@@ -44,24 +43,28 @@ def verify(ops: tuple[str, ...], arch: str, out: Path | None, quick: bool) -> No
     has_card = torch.cuda.is_available() and not backend.interpreted()
     if not has_card and not backend.interpreted():
         options = [*(["--out", str(out)] if out else []), *["--quick"] * quick]
-        raise SystemExit(_interpreted("verify", *ops, "--arch", arch, *options))
+        _interpreted("verify", *ops, "--arch", arch, *options)
+    needed = "keys" if out is None else "files" if ops else "nothing"
     with config.reading(out or config.folder()):
-        _verify(specs, int(arch), quick, is_part=bool(out and not ops), has_card=has_card)
+        _verify(specs, int(arch), quick, needed=needed, has_card=has_card)
 
 
 def _verify(
-    specs: Sequence[KernelSpec], arch: int, quick: bool, *, is_part: bool, has_card: bool
-) -> None:
-    """Verify what stands in the folder; `is_part`: not all that have a choice have a file."""
+    specs: Sequence[KernelSpec], arch: int, quick: bool, *,
+    needed: Literal["keys", "files", "nothing"], has_card: bool,
+) -> None:  # fmt: skip
+    """Verify what stands in the folder, `needed`: of what has a choice."""
     from autotune import entries
     from autotune import verify as verifying
     from ftkernels import config
 
     folder = _folder_of(arch)
     by_key = verifying.cases(arch)
-    have_choice = {x.op for x in by_key.values() if len(x.candidates) > 1}
-    wrong = entries.lost(folder, [x.name for x in specs if x.name in have_choice and not is_part])
+    names = {x.name for x in specs}
+    keys = [(op, key) for (op, key), x in by_key.items() if len(x.candidates) > 1 and op in names]
     found = entries.read(config.folder(), folder.name, specs)
+    wrong = entries.lost(folder, [] if needed == "nothing" else dict.fromkeys(op for op, _ in keys))
+    wrong += entries.unserved(found, keys if needed == "keys" else [])
     if quick:
         found = replace(found, taken=verifying.smallest_keys(found.taken, _QUICK_KEYS))
     most = float("inf") if has_card else _QUICK_WORK if quick else _MOST_WORK
@@ -90,14 +93,14 @@ def _folder_of(arch: int) -> Path:
         raise click.ClickException(str(error)) from None
 
 
-def _interpreted(*arguments: str) -> int:
-    """This command in a process whose kernels are interpreted."""
+def _interpreted(*arguments: str) -> NoReturn:
+    """Go on as this command, by a fresh interpreter of Python whose kernels are interpreted."""
     from ftkernels import backend
 
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
     environment = {**os.environ, **backend.interpreting()}
-    return subprocess.run(
-        [sys.executable, "-m", "autotune", *arguments], env=environment, check=False
-    ).returncode
+    os.execve(sys.executable, [sys.executable, "-m", "autotune", *arguments], environment)
 
 
 @click.command()

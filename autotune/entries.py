@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -11,7 +12,8 @@ from typing import Any, get_type_hints
 from ftkernels import KernelSpec, config, registry
 
 Entry = Mapping[str, Any]
-_MOST_US = 1e12  # of any call, eleven days
+_LEAST_US, _MOST_US = 0.1, 1_000_000  # of the calls of a key; a launch that does nothing takes more
+_LEFTOVER = re.compile(r"\.\w+\.json\.\d+")  # see `store.replace_whole`
 
 
 @dataclass(frozen=True)
@@ -21,6 +23,7 @@ class Found:
     Args:
         taken: what lookups of this process take.
         spare: modelled ones behind a measured one of their key, for another Triton.
+        keys: of all entries, good or not, by op.
         wrong: a sentence for each file that cannot be read and each entry that is ignored or has
             no figures.
         ignored: how many entries and files of each op lookups ignore, where they do.
@@ -28,6 +31,7 @@ class Found:
 
     taken: list[tuple[str, Entry]] = field(default_factory=list)
     spare: list[tuple[str, Entry]] = field(default_factory=list)
+    keys: dict[str, set[config.FrozenKey]] = field(default_factory=dict)
     wrong: list[str] = field(default_factory=list)
     ignored: Counter[str] = field(default_factory=Counter)
 
@@ -47,6 +51,7 @@ def read(root: Path, gpu: str, specs: Sequence[KernelSpec]) -> Found:
             continue
         if not entries:
             found.wrong.append(f"{path.name}: no entries")
+        found.keys[spec.name] = set(_keys(entries))
         assert spec.default is not None
         source, record = config.made_from(spec.name, spec.default), get_type_hints(spec.default)
         taken, reasons = config.taken(entries, source, record["return"])
@@ -61,21 +66,33 @@ def read(root: Path, gpu: str, specs: Sequence[KernelSpec]) -> Found:
     return found
 
 
-def _name(entry: object, number: int) -> str:
-    key = entry.get("key") if isinstance(entry, dict) else None
-    if not isinstance(key, dict):
-        return f"entry {number}"
-    return " ".join(f"{name}={size}" for name, size in key.items())
+def _keys(entries: Iterable[Any]) -> Iterator[config.FrozenKey]:
+    """Those that are whole."""
+    for key in (entry["key"] for entry in entries if _has_key(entry)):
+        if all(type(size) is int for size in key.values()):
+            yield config.entry_key(key)
+
+
+def _has_key(entry: object) -> bool:
+    return isinstance(entry, dict) and isinstance(entry.get("key"), dict)
+
+
+def _name(entry: Any, number: int) -> str:
+    return _pairs(entry["key"].items()) if _has_key(entry) else f"entry {number}"
+
+
+def _pairs(sizes: Iterable[tuple[str, object]]) -> str:
+    return " ".join(f"{name}={size}" for name, size in sizes)
 
 
 def _wrong_figures(entry: Entry) -> str:
     """What is wrong with the times of an entry; lookups do not read them."""
     for name in ("us", "default_us"):
         us: Any = entry.get(name)
-        is_time = type(us) in (int, float) and 0 < us < _MOST_US
+        is_time = type(us) in (int, float) and _LEAST_US <= us <= _MOST_US
         # without a sound default there is none
         if not is_time and (name == "us" or us is not None):
-            return f"{name} is {us!r}, expected microseconds above 0"
+            return f"{name} is {us!r}, expected {_LEAST_US} to {_MOST_US} microseconds"
     return ""
 
 
@@ -100,7 +117,31 @@ def lost(folder: Path, ops: Collection[str]) -> list[str]:
     """
     there = {path.name for path in folder.iterdir()}
     known = {f"{spec.name}.json" for spec in registry() if spec.kernel}
-    strays = [f"{name}: no op of the library has this file" for name in sorted(there - known)]
     missing = [op for op in ops if f"{op}.json" not in there]
-    return strays + [f"{op}.json: missing, expected what `ft-autotune tune {op}` writes"
-                     for op in missing]  # fmt: skip
+    return [
+        *(f"{name}: {_stray(name)}" for name in sorted(there - known)),
+        *(f"{op}.json: missing, {_written_by(op)}" for op in missing),
+    ]
+
+
+def _stray(name: str) -> str:
+    if _LEFTOVER.fullmatch(name):
+        return "left over from a writer that was killed, it can be removed"
+    return "no op of the library has this file"
+
+
+def unserved(found: Found, needed: Iterable[tuple[str, config.FrozenKey]]) -> list[str]:
+    """A sentence for each key without an entry, in files that can be read and have some.
+
+    Args:
+        needed: keys that should have one, by op.
+    """
+    return [
+        f"{op}.json: {_pairs(key)}: no entry, {_written_by(op)}"
+        for op, key in needed
+        if found.keys.get(op) and key not in found.keys[op]
+    ]
+
+
+def _written_by(op: str) -> str:
+    return f"expected what `ft-autotune tune {op}` writes"

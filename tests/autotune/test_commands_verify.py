@@ -3,14 +3,14 @@
 Mutants tried: exit 0 with wrong entries, ignored entries left out of the list, a missing folder
 that passes, a missing file that passes, strays let be, wrong entries counted among those looked up
 only, `report` silent about them, every key run with `--quick`, `--out` left to lookups of the
-serving folder or not passed on, files of ops without names missed there.
+serving folder or not passed on, files of ops without names missed there, keys
+without an entry passed, those of ignored entries said twice, those of other ops asked for.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -25,6 +25,7 @@ from tests.autotune.toy import ENTRY, HOST, TOY
 
 GPU = "nvidia_geforce_rtx_4090"
 SMALL = {**ENTRY, "key": {"I": 7, "T": 16}}
+REST = [{**ENTRY, "key": {"I": 128, "T": 1}}, {**ENTRY, "key": {"I": 16, "T": 512}}]
 needs_compiler = pytest.mark.skipif(
     backend.interpreted(), reason="offline compiles need a process without TRITON_INTERPRET"
 )
@@ -56,29 +57,32 @@ def _write(folder: Path, *found: object, op: str = "toy") -> None:
 
 
 def test_good_entries_pass(folder, capsys):
-    _write(folder, ENTRY, SMALL)
-    expected = "2 entries looked up, 2 run by value, 0 failed\n"
-    assert _run(capsys, "verify")[:2] == (0, expected)
-    assert _run(capsys, "verify", "--quick")[:2] == (0, expected.replace("2", "1"))
+    _write(folder, ENTRY, SMALL, *REST)
+    assert _run(capsys, "verify")[:2] == (0, "4 entries looked up, 4 run by value, 0 failed\n")
+    assert _run(capsys, "verify", "--quick")[:2] == (
+        0, "1 entry looked up, 1 run by value, 0 failed\n"
+    )  # fmt: skip
 
 
 @pytest.mark.filterwarnings("ignore:config file")
 def test_what_is_wrong_is_listed_and_counted(folder, capsys):
-    _write(folder, ENTRY, {**SMALL, "triton": "3.1"}, {**ENTRY, "key": {"I": 5, "T": 512}}, 7)
+    stray = {**ENTRY, "key": {"I": 5, "T": 512}}
+    _write(folder, ENTRY, {**SMALL, "triton": "3.1"}, stray, 7, REST[0])
     (folder / "other.json").touch()
     (folder / ".toy.json.12").touch()
     code, out, err = _run(capsys, "verify")
     minor = ".".join(triton.__version__.split(".")[:2])
     assert code == 1
     assert out.splitlines() == [
-        ".toy.json.12: no op of the library has this file",
+        ".toy.json.12: left over from a writer that was killed, it can be removed",
         "other.json: no op of the library has this file",
+        "toy.json: I=16 T=512: no entry, expected what `ft-autotune tune toy` writes",
         f"toy.json: I=7 T=16: ignored for a Triton other than {minor}",
         "toy.json: entry 4: ignored for not being an object",
         "toy.json: I=5 T=512: no case of the registry looks it up",
-        "2 entries looked up, 1 run by value, 5 failed",
+        "3 entries looked up, 2 run by value, 6 failed",
     ]
-    assert err.strip() == f"ft-autotune: 5 entries or files of {folder} are wrong"
+    assert err.strip() == f"ft-autotune: 6 entries or files of {folder} are wrong"
 
 
 @pytest.mark.parametrize("arch", ["89", "90"])
@@ -115,7 +119,7 @@ def test_entries_of_another_folder_are_what_lookups_find(folder, tmp_path, capsy
                                       "file for each op")  # fmt: skip
     _write(out_dir, ENTRY)
     assert _run(capsys, "verify", *where)[:2] == (
-        0, "1 entries looked up, 1 run by value, 0 failed\n"
+        0, "1 entry looked up, 1 run by value, 0 failed\n"
     )  # fmt: skip
     (out_dir / "toy.json").rename(out_dir / "host.json")
     assert "toy.json: missing" not in _run(capsys, "verify", *where)[1]
@@ -123,23 +127,23 @@ def test_entries_of_another_folder_are_what_lookups_find(folder, tmp_path, capsy
 
 
 def test_verify_interprets_without_a_card(folder, monkeypatch, capsys):
-    """From a process without the interpreter: the command runs itself in one with it."""
+    """From a process without the interpreter: it becomes one with it."""
     ran = []
 
-    def run(command, *, env, check):
-        ran.append((command, env))
-        return subprocess.CompletedProcess(command, 3)
+    def become(path, command, env):
+        ran.append((path, command, env))
+        raise SystemExit(3)
 
     monkeypatch.setattr(backend, "interpreted", lambda: False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(os, "execve", become)
     assert _run(capsys, "verify", "toy", "--quick")[0] == 3
-    ((command, env),) = ran
+    ((path, command, env),) = ran
     expected = [sys.executable, "-m", "autotune", "verify", "toy", "--arch", "89", "--quick"]
-    assert command == expected
+    assert (path, command) == (sys.executable, expected)
     assert env == {**os.environ, **backend.interpreting()}
     assert _run(capsys, "verify", "toy", "--out", "here")[0] == 3
-    assert ran[1][0][4:] == ["toy", "--arch", "89", "--out", "here"]
+    assert ran[1][1][4:] == ["toy", "--arch", "89", "--out", "here"]
 
 
 @needs_compiler
@@ -163,7 +167,7 @@ def test_report_shows_an_entry_beside_its_default(tmp_path, monkeypatch, capsys)
     assert code == 1
     assert err.splitlines()[-2:] == [
         "ft-autotune: adjust_logits.json: entry 1: ignored for a damaged key",
-        f"ft-autotune: 1 entries or files of {path.parent} are wrong",
+        f"ft-autotune: 1 entry or file of {path.parent} is wrong",
     ]
     (row,) = json.loads(out)
     assert (row["source"], row["before"]["us"], row["after"]["us"]) == ("measured", 2.0, 1.5)

@@ -1,7 +1,8 @@
 """What a folder's files hold: what lookups take, what is spare, what is wrong and why.
 
 Mutants tried: entries behind a measured one taken for ignored, the figures unchecked, an endless
-time let through, the first wrong entry ending the file, the number counted from 0.
+time let through, the first wrong entry ending the file, the number counted from 0, times of any
+length, keys of damaged entries, files without entries asked for each key.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ def read(tmp_path):
     return read
 
 
+US = "expected 0.1 to 1000000 microseconds"
 WRONG = {
     "no object": (7, "entry 1: ignored for not being an object"),
     "nothing": ({}, "entry 1: ignored for a damaged key"),
@@ -43,12 +45,19 @@ WRONG = {
         {**ENTRY, "config": {"blocks": 1}}, "I=128 T=512: ignored for an unknown field",
     ),
     "stale": ({**ENTRY, "source_hash": "0"}, "I=128 T=512: ignored for another source hash"),
-    "no time": ({**ENTRY, "us": None}, "I=128 T=512: us is None, expected microseconds above 0"),
-    "no number": ({**ENTRY, "us": True}, "I=128 T=512: us is True, expected microseconds above 0"),
+    "no time": ({**ENTRY, "us": None}, f"I=128 T=512: us is None, {US}"),
+    "no number": ({**ENTRY, "us": True}, f"I=128 T=512: us is True, {US}"),
     "an endless time": ({**ENTRY, "us": 10**999}, None),
+    "less than a launch": (
+        {**ENTRY, "us": 0.09}, f"I=128 T=512: us is 0.09, {US}"
+    ),
+    "more than a second": (
+        {**ENTRY, "default_us": 1000001},
+        f"I=128 T=512: default_us is 1000001, {US}",
+    ),
     "a text for a time": (
         {**ENTRY, "default_us": "2"},
-        "I=128 T=512: default_us is '2', expected microseconds above 0",
+        f"I=128 T=512: default_us is '2', {US}",
     ),
 }  # fmt: skip
 
@@ -63,7 +72,7 @@ def test_what_is_wrong_is_named_and_spoils_no_other(wrong, told, read):
     if told is not None:
         assert sentence == f"toy.json: {told}"
     else:
-        assert sentence.endswith("expected microseconds above 0")
+        assert sentence.endswith(US)
     # lookups read no times
     assert found.ignored == ({"toy": 1} if ": ignored for" in sentence else {})
 
@@ -91,3 +100,16 @@ def test_damaged_files_are_one_sentence(content, read, tmp_path):
     assert len(found.wrong) == 1
     assert found.wrong[0].startswith("toy.json: ignored, ")
     assert found.ignored == {"toy": 1}
+
+
+def test_keys_are_those_of_all_entries(read):
+    """An entry that is ignored is wrong for a reason of its own, and no key is without one."""
+    stale = {**ENTRY, "key": {"T": 1, "I": 7}, "source_hash": "0"}
+    found = read(ENTRY, stale, 7, {**ENTRY, "key": {"T": [1]}})
+    first, second, third = ((("I", 128), ("T", 512)), (("I", 7), ("T", 1)), (("I", 9), ("T", 1)))
+    assert found.keys == {"toy": {first, second}}
+    needed = [("toy", first), ("toy", third), ("toy", second), ("host", third)]
+    assert entries.unserved(found, needed) == [
+        "toy.json: I=9 T=1: no entry, expected what `ft-autotune tune toy` writes"
+    ]
+    assert entries.unserved(read(), needed) == []
