@@ -32,6 +32,9 @@ _ENDING = (signal.SIGINT, signal.SIGTERM)
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--version", is_flag=True, is_eager=True, expose_value=False,
+              callback=lambda context, _, asked: _print_version(context) if asked else None,
+              help="Show the version and exit.")  # fmt: skip
 def cli() -> None:
     """Look at the kernels of ftkernels without a card, and find their configs."""
 
@@ -40,6 +43,13 @@ cli.add_command(inspect)
 cli.add_command(tune)
 cli.add_command(verify)
 cli.add_command(report)
+
+
+def _print_version(context: click.Context) -> NoReturn:
+    import ftkernels
+
+    click.echo(f"ft-autotune, version {ftkernels.__version__}")
+    context.exit()
 
 
 class _Terminated(BaseException):

@@ -10,6 +10,7 @@ import click
 
 from autotune.ops import arch_option, chosen, jobs_option, require_compiler
 from autotune.progress import counting
+from autotune.tables import counted
 
 if TYPE_CHECKING:
     from autotune.contract import Contract
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 @click.option("--loops", is_flag=True, help="Also a table of every loop that matters.")
 @click.option(
     "--wide", is_flag=True,
-    help="One table with every figure, the sizes and the config, for wide terminals.",
+    help="One table with every figure, the sizes and the config.",
 )  # fmt: skip
 @click.option(
     "--diff", is_flag=True,
@@ -45,15 +46,16 @@ def inspect(
     machine code, no time. Exits 1 when a kernel spills or needs more shared memory than the card
     gives, with --diff when a figure got worse than the contract lets it.
     """
+    specs = chosen(ops)
     from autotune import contract, launch_tables
     from autotune.inspect import work_list
+    from ftkernels import target
 
     if write_contract and diff:
         raise click.UsageError("--write-contract is given with --diff, expected one of the two")
     if (write_contract or diff) and (candidates or arch != "89"):
         other = "--candidates" if candidates else f"--arch {arch}"
         raise click.UsageError(f"{other} is given with a contract, expected --arch 89 alone")
-    specs = chosen(ops)
     work = work_list(specs, arch=int(arch), candidates=candidates)
     if write_contract or diff:
         work = [item for item in work if contract.is_held(item.case)]
@@ -63,12 +65,11 @@ def inspect(
         _write(rows, others=bool(ops))
         return
     if committed is not None:
-        _print_changes(
-            rows, committed, committed.strays(specs), contract.ignored(specs), as_json
-        )
+        _print_changes(rows, committed, committed.strays(specs), contract.ignored(specs), as_json)
         return
     if as_json:
-        click.echo(json.dumps([row.as_dict() for row in rows]))
+        card = {"arch": int(arch), "card": target.of_arch(int(arch)).name}
+        click.echo(json.dumps([{**row.as_dict(), **card} for row in rows]))
     else:
         launch_tables.print_launches(rows, arch, wide=wide)
         if loops:
@@ -150,7 +151,8 @@ def _print_changes(
     for sentence in (*failing, *strays, *ways_out, *filter(None, [ignored])):
         click.echo(f"ft-autotune: {sentence}", err=True)
     if failing or strays:
-        worse = f"{len(failing)} figures are worse than the contract lets them"
-        other = f"{len(strays)} cases have other launches"
+        worse = counted(len(failing), "figure is worse", "figures are worse")
+        worse += " than the contract allows"
+        other = counted(len(strays), "case has", "cases have") + " other launches"
         told = [line for line, there in ((worse, failing), (other, strays)) if there]
         raise click.ClickException(", ".join(told))

@@ -1,4 +1,4 @@
-"""The tables of `ft-autotune inspect`: short ones of 100 columns, or one with every figure."""
+"""The tables of `ft-autotune inspect`: short ones, or one with every figure."""
 
 from __future__ import annotations
 
@@ -7,16 +7,15 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Generic, Literal, TypeVar
 
-from rich.table import Table
-
-from autotune.tables import new_table, pairs, show
+from autotune.tables import PIPE_COLUMNS, pairs, print_table, say
+from ftkernels import target
 
 if TYPE_CHECKING:
     from autotune.contract import Change
     from autotune.inspect import LaunchRow
     from autotune.static import LoopFigures
 
-_SHORT_COLUMNS, _WIDE_COLUMNS = 100, 240  # of tables that no terminal bounds
+_ANY_COLUMNS = 10_000  # of a wide table that no terminal bounds
 T = TypeVar("T")
 
 
@@ -36,13 +35,14 @@ class _Column(Generic[T]):
     name: str
     of: Callable[[T], str]
     number: bool = True
-    tables: Literal["both", "short", "wide"] = "both"
+    tables: Literal["both", "short", "wide", "candidates"] = "both"
 
 
 _LAUNCH: Sequence[_Column[LaunchRow]] = (
     _Column("op", lambda row: row.op, number=False, tables="wide"),
     _Column("case", lambda row: pairs(row.case), number=False, tables="wide"),
     _Column("case", lambda row: _case(row), number=False, tables="short"),
+    _Column("config", lambda row: pairs(row.config), number=False, tables="candidates"),
     _Column("kernel", lambda row: row.figures.kernel, number=False, tables="wide"),
     _Column("config", lambda row: pairs(row.config), number=False, tables="wide"),
     _Column("regs", lambda row: str(row.figures.registers)),
@@ -83,22 +83,34 @@ _LOOP: Sequence[_Column[LoopRow]] = (
 
 def print_launches(rows: Sequence[LaunchRow], arch: str, *, wide: bool) -> None:
     """What every launch uses: a table for each kernel of an op, or a wide one of all."""
-    print(
-        f"launches on sm_{arch}. As compiled: registers, bytes spilled and shared. By a static "
-        "model, no times:\nwarps of an SM, issue slots for 1024 useful multiply-adds, their "
-        "ceiling, us, and what bounds it."
+    say(
+        f"launches on sm_{arch}, {_card(int(arch))}. As compiled: registers, bytes spilled and "
+        "shared. By a static model, no times: warps of an SM, issue slots for 1024 useful "
+        "multiply-adds, their ceiling, us, and what bounds it."
     )
-    _print(_LAUNCH, rows, lambda row: f"{row.op}  {row.figures.kernel}", wide=wide)
+    kinds = ["both", "wide" if wide else "short"]
+    # a candidate is told from others by its config alone
+    if not wide and any(row.source == "candidate" for row in rows):
+        kinds.append("candidates")
+    _print(_LAUNCH, rows, lambda row: f"{row.op}  {row.figures.kernel}", kinds)
 
 
 def print_loops(rows: Sequence[LaunchRow], arch: str, *, wide: bool) -> None:
     """The loops that matter, of each launch the rest of its code last."""
-    print(
-        f"\nloops on sm_{arch}, a pass of one block; a static model, no times. issued: issue "
-        "slots; slots: of them\nfor 1024 useful multiply-adds; loads: bytes of a lane x number."
+    print()
+    say(
+        f"loops on sm_{arch}, {_card(int(arch))}, a pass of one block; a static model, no times. "
+        "issued: issue slots; slots: of them for 1024 useful multiply-adds; loads: bytes of a "
+        "lane x number."
     )
+    kinds = ["both", "wide" if wide else "short"]
     loops = [x for row in rows for x in _loops(row)]
-    _print(_LOOP, loops, lambda x: f"{x.row.op} {_case(x.row)}  {x.row.figures.kernel}", wide=wide)
+    _print(_LOOP, loops, lambda x: f"{x.row.op} {_case(x.row)}  {x.row.figures.kernel}", kinds)
+
+
+def _card(arch: int) -> str:
+    card = target.of_arch(arch)
+    return f"{card.name}, {card.memory_gb_per_s:.0f} GB/s"
 
 
 def _loops(row: LaunchRow) -> Iterator[LoopRow]:
@@ -112,32 +124,27 @@ def print_changes(changes: Sequence[Change]) -> None:
     print("figures that differ from bench_kernels/contract.json; a static model, no times")
     for (op, case, kernel), found in groupby(changes, lambda x: (x.op, x.case, x.kernel)):
         print(f"\n{op} {case}  {kernel}")
-        table = new_table("", ("figure", "committed", "now", ""), ())
-        for x in found:
-            verdict = "WORSE" if x.fails else ""
-            table.add_row(x.figure, str(x.committed), str(x.now), verdict)
-        show(table, _SHORT_COLUMNS)
+        rows = [(x.figure, str(x.committed), str(x.now), "WORSE" if x.fails else "") for x in found]
+        print_table(("figure", "committed", "now", ""), rows, numbers=(False,) * 4)
 
 
 def _print(
-    columns: Sequence[_Column[T]], rows: Sequence[T], title: Callable[[T], str], *, wide: bool
+    columns: Sequence[_Column[T]], rows: Sequence[T], title: Callable[[T], str],
+    kinds: Sequence[str],
 ) -> None:  # fmt: skip
-    shown = [x for x in columns if x.tables in ("both", "wide" if wide else "short")]
+    shown = [x for x in columns if x.tables in kinds]
+    is_wide = "wide" in kinds
     parts: dict[str, list[list[str]]] = {}
     for row in rows:
-        parts.setdefault("" if wide else title(row), []).append([x.of(row) for x in shown])
-    lines = [[x.name for x in shown], *(line for part in parts.values() for line in part)]
+        parts.setdefault("" if is_wide else title(row), []).append([x.of(row) for x in shown])
+    names, numbers = [x.name for x in shown], [x.number for x in shown]
     # figures of one kind stand below each other in all tables
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    lines = [line for part in parts.values() for line in part]
+    widths = [max(map(len, cells)) for cells in zip(names, *lines, strict=True)]
+    columns_of_pipe = _ANY_COLUMNS if is_wide else PIPE_COLUMNS
     for name, part in parts.items():
         print(f"\n{name}" if name else "")
-        table = Table(box=None, pad_edge=False, collapse_padding=True)
-        for column, width in zip(shown, widths, strict=True):
-            justify: Literal["left", "right"] = "right" if column.number else "left"
-            table.add_column(column.name, justify=justify, overflow="fold", min_width=width)
-        for line in part:
-            table.add_row(*line)
-        show(table, _WIDE_COLUMNS if wide else _SHORT_COLUMNS)
+        print_table(names, part, numbers=numbers, of_pipe=columns_of_pipe, widths=widths)
 
 
 def _case(row: LaunchRow) -> str:

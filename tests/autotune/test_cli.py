@@ -5,7 +5,7 @@ of the wrong arch; a worse figure that exits 0, a contract of another Triton com
 figures committed, candidates that fail the command or pass for what serving uses, loops unasked
 for, a table above 100 columns, kernels of an op in one table, figures left out of the wide one,
 other ops' figures dropped where some are named, an empty table for no change, cases left over let
-be.
+be, candidates without their config, cells cut off where the screen ends, COLUMNS not heeded.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from pathlib import Path
 import pytest
 import triton
 
+import ftkernels
 from autotune import cli, contract, inspect
 from autotune.static import LaunchFigures, LoopFigures
 from ftkernels import backend, registry
@@ -28,7 +29,7 @@ ROOT = Path(__file__).parents[2]
 KEYS = [
     "op", "kernel", "case", "config", "triton", "registers", "spill_bytes", "shared_bytes", "fits",
     "warps_per_sm", "mma", "issue_per_kmac", "ceiling_tflops", "bound", "source",
-    "figures_source", "static_model",
+    "figures_source", "static_model", "arch", "card",
 ]  # fmt: skip
 needs_compiler = pytest.mark.skipif(
     backend.interpreted(), reason="offline compiles need a process without TRITON_INTERPRET"
@@ -82,6 +83,7 @@ def shown(monkeypatch):
 @needs_compiler
 @pytest.mark.parametrize("arch", [89, 90, 120])
 def test_json_has_a_row_per_launch(arch, capsys):
+    cards = {89: "nvidia_geforce_rtx_4090", 90: "nvidia_h200", 120: "nvidia_geforce_rtx_5090"}
     resident_warps = {89: 24, 90: 32, 120: 24}  # blocks an SM holds, of one warp each
     code, out, err = _run(capsys, "inspect", "rms_norm", "--arch", str(arch), "--json")
     assert code == 0, err
@@ -91,6 +93,7 @@ def test_json_has_a_row_per_launch(arch, capsys):
     assert rows[0]["warps_per_sm"] == resident_warps[arch] * rows[0]["config"]["num_warps"]
     for row, case in zip(rows, spec.cases, strict=True):
         assert list(row) == KEYS
+        assert (row["arch"], row["card"]) == (arch, cards[arch])
         assert row["op"] == "rms_norm"
         assert row["kernel"] == "_rms_norm_kernel"
         assert row["case"] == dict(case)
@@ -133,8 +136,9 @@ def test_tables_have_the_same_numbers(capsys):
     code, out, _ = _run(capsys, "inspect", "swiglu_clamp", "--jobs", "2")
     assert code == 0
     *head, name, names = out.splitlines()[: -len(rows)]
-    assert head[0].startswith("launches on sm_89. ")
-    assert "By a static model, no times:" in head[0]
+    caption = " ".join(head)
+    assert caption.startswith("launches on sm_89, nvidia_geforce_rtx_4090, 1008 GB/s. ")
+    assert "By a static model, no times:" in caption
     assert name == "swiglu_clamp  _swiglu_clamp_kernel"
     shown = "case regs spill shared warps slots TF/s us mma bound source"
     assert names.split() == shown.split()
@@ -152,12 +156,42 @@ def test_tables_have_the_same_numbers(capsys):
         assert f" I={row['case']['I']} " in line
 
 
+@pytest.mark.parametrize(
+    ("arch", "card"), [("90", "nvidia_h200, 4800 GB/s"), ("120", "nvidia_geforce_rtx_5090, 1792")]
+)
+def test_captions_name_the_card(arch, card, shown, capsys):
+    shown(_row(loops=(_LOOP,)))
+    _, out, _ = _run(capsys, "inspect", "--arch", arch, "--loops")
+    assert out.count(f" on sm_{arch}, {card}") == 2
+
+
+def test_a_candidate_is_shown_with_its_config(shown, capsys):
+    shown(_row("small"), _row("small", "candidate"))
+    _, out, _ = _run(capsys, "inspect", "--candidates")
+    lines = [line for line in out.splitlines() if "small" in line]
+    assert [line.split()[1:3] for line in lines] == [["block_d=128", "num_warps=1"]] * 2
+    shown(_row("small"))
+    assert "num_warps" not in _run(capsys, "inspect")[1]
+
+
+@pytest.mark.parametrize("columns", ["60", "80", "300"])
+def test_a_wide_table_has_every_cell_on_any_screen(columns, shown, monkeypatch, capsys):
+    shown(_row("small", kernel="_k" * 20))
+    monkeypatch.delenv("COLUMNS", raising=False)
+    whole = _run(capsys, "inspect", "--wide")[1]
+    monkeypatch.setenv("COLUMNS", columns)
+    out = _run(capsys, "inspect", "--wide")[1]
+    assert out.split() == whole.split()
+    assert max(map(len, out.splitlines())) <= int(columns)
+    assert len(whole.splitlines()[-1]) > 160  # a pipe takes a row of any width as one line
+
+
 def test_tables_are_read_at_100_columns(shown, capsys):
     long = {"us": 123456.7, "mma": "QMMA.16832.F32.E4M3.E4M3", "issue_per_kmac": 298.25,
             "ceiling_tflops": 329.9, "shared_bytes": 101376, "registers": 255, "bound": "special",
             "spill_bytes": 10240, "loops": (_LOOP,)}  # fmt: skip
     shown(
-        _row("flash-latent-quantized-t128", **long), _row("small", "candidate", fits=False),
+        _row("flash-latent-quantized-t128", **long), _row("small", "modelled", fits=False),
         _row("small", kernel="_other_kernel"),
     )  # fmt: skip
     _, out, _ = _run(capsys, "inspect", "--loops")
@@ -170,7 +204,7 @@ def test_tables_are_read_at_100_columns(shown, capsys):
         "QMMA.16832", "special", "default",
     ]  # fmt: skip
     assert " NO FIT " in lines[1]
-    assert lines[1].rstrip().endswith("candidate")
+    assert lines[1].endswith("modelled")
     assert lines[2].split()[:2] == ["small", "40"]
 
 
@@ -235,7 +269,8 @@ def test_loops_have_a_table_of_their_own(shown, capsys):
     assert code == 0
     assert out.startswith(plain)
     *title, _, name, _, loop, rest = out.removeprefix(plain).splitlines()
-    assert title[1].startswith("loops on sm_89, a pass of one block; a static model, no times")
+    assert title[1].startswith("loops on sm_89, nvidia_geforce_rtx_4090, 1008 GB/s, a pass of one")
+    assert "a static model, no times" in " ".join(title)
     assert name == "rms_norm small  _rms_norm_kernel"
     # 1024 * 40 slots over 4096 useful multiply-adds
     assert loop.split() == [
@@ -289,7 +324,7 @@ def test_the_contract_is_written_and_compared(committed, shown, capsys):
     assert err.splitlines()[-3:] == [
         "ft-autotune: rms_norm flash-t1 _rms_norm_kernel: wide_share was 1.0, is 0.5",
         f"ft-autotune: {contract.way_out('rms_norm')}",
-        "ft-autotune: 1 figures are worse than the contract lets them",
+        "ft-autotune: 1 figure is worse than the contract allows",
     ]
 
 
@@ -307,7 +342,7 @@ def test_cases_left_over_fail_a_comparison(committed, shown, monkeypatch, capsys
     assert (code, out, asked) == (1, "", ["rms_norm"])
     assert err.splitlines()[-2:] == [
         "ft-autotune: contract: case a b has 1 launches, expected 0: a command",
-        "ft-autotune: 1 cases have other launches",
+        "ft-autotune: 1 case has other launches",
     ]
     _, out, _ = _run(capsys, "inspect", "--diff", "--json")
     assert json.loads(out)["strays"] == ["contract: case a b has 1 launches, expected 0: a command"]
@@ -409,6 +444,10 @@ def test_wrong_command_lines_exit_2_with_one_sentence(args, sentence, capsys):
     assert (code, out) == (2, "")
     assert err.startswith(f"ft-autotune: {sentence}")
     assert err.count("\n") == 1
+
+
+def test_the_version_is_that_of_the_library(capsys):
+    assert _run(capsys, "--version") == (0, f"ft-autotune, version {ftkernels.__version__}\n", "")
 
 
 def test_help_names_what_exists(capsys):
