@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_type_hints
 
+from autotune import store
 from ftkernels import KernelSpec, config, registry
 
 Entry = Mapping[str, Any]
 _LEAST_US, _MOST_US = 0.1, 1_000_000  # of the calls of a key; a launch that does nothing takes more
-_LEFTOVER = re.compile(r"\.\w+\.json\.\d+")  # see `store.replace_whole`
 
 
 @dataclass(frozen=True)
@@ -125,7 +124,7 @@ def lost(folder: Path, ops: Collection[str]) -> list[str]:
 
 
 def _stray(name: str) -> str:
-    if _LEFTOVER.fullmatch(name):
+    if store.leftover_pid(name) is not None:
         return "left over from a writer that was killed, it can be removed"
     return "no op of the library has this file"
 

@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import json
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 from ftkernels import config
 
 Entry = Mapping[str, Any]
+_HALF = re.compile(r"\.\w+\.json\.([1-9]\d*)")
 
 
 def check(root: Path, gpu: str, ops: Iterable[str]) -> None:
@@ -84,7 +86,7 @@ def _place(entry: Entry) -> tuple[config.FrozenKey, str]:
 def write(root: Path, gpu: str, op: str, new: Iterable[Entry], default: Callable[..., Any]) -> Path:
     """Merge entries into the file of an op; the file is replaced as a whole or not at all.
 
-    Others that write there at the same time wait.
+    Others that write there at the same time wait; what killed ones left there goes.
 
     Args:
         default: of the op, see `config.made_from`.
@@ -96,6 +98,7 @@ def write(root: Path, gpu: str, op: str, new: Iterable[Entry], default: Callable
     path = root / gpu / f"{op}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     with _alone_in(path.parent):
+        _clear_leftovers(path.parent)
         old = _whole(path, op, gpu) if path.exists() else []
         entries = merged(old, new, config.made_from(op, default))
         lines = ",\n".join(f"    {json.dumps(entry, allow_nan=False)}" for entry in entries)
@@ -104,6 +107,29 @@ def write(root: Path, gpu: str, op: str, new: Iterable[Entry], default: Callable
         replace_whole(path, f'{{\n{head}  "entries": [\n{lines}\n  ]\n}}\n')
     config.forget()
     return path
+
+
+def leftover_pid(name: str) -> int | None:
+    """The process that was to rename a file of this name, see `replace_whole`; None for others."""
+    found = _HALF.fullmatch(name)
+    return int(found[1]) if found else None
+
+
+def _clear_leftovers(folder: Path) -> None:
+    for path in folder.iterdir():
+        pid = leftover_pid(path.name)
+        if pid is not None and not _is_running(pid):
+            path.unlink(missing_ok=True)
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        pass
+    return True
 
 
 @contextlib.contextmanager

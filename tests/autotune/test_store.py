@@ -3,7 +3,8 @@
 Mutants tried: entries in the order they came, stale ones kept, measured ones overwritten by
 modelled ones and the reverse, modelled ones taken first, versions not taken from old entries, old
 entries gone with their first version, a file written in place, no lock, read before the lock, the
-half file left behind, damaged files written anew, half entries merged, a true schema taken for 1.
+half file left behind, damaged files written anew, half entries merged, a true schema taken for 1,
+what killed writers left let be, that of running ones gone, other files gone.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -174,6 +177,19 @@ def test_a_failed_write_leaves_the_file_as_it_was(culprit, root, monkeypatch):
         store.write(root, GPU, "toy", [_entry(8, 16)], default_tile)
     assert path.read_bytes() == before
     assert os.listdir(path.parent) == ["toy.json"]
+
+
+def test_what_killed_writers_left_goes(root):
+    """By the process in its name: the first one runs, nobody has the others' numbers."""
+    folder = root / GPU
+    folder.mkdir()
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    kept = {".toy.json.1", ".toy.json.x", "toy.json.9999999", ".toy.txt.9999999", ".toy.json.0"}
+    for name in (*kept, f".toy.json.{gone.pid}", ".other.json.9999999", ".toy.json." + "9" * 30):
+        (folder / name).touch()
+    store.write(root, GPU, "toy", [_entry(4, 16)], default_tile)
+    assert set(os.listdir(folder)) == {*kept, "toy.json"}
 
 
 def test_writers_at_the_same_time_lose_nothing_of_each_other(root, monkeypatch):
