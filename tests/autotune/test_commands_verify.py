@@ -180,7 +180,7 @@ def test_report_shows_an_entry_beside_its_default(tmp_path, monkeypatch, capsys)
     path.write_text(json.dumps({**head, "entries": [{**entry, "default_us": None}]}))
     code, out, _ = _run(capsys, "report", "adjust_logits", *options)
     assert code == 0
-    assert "block_n=64" in out
+    assert "block_n 128 -> 64, num_warps 4 -> 2" in out
     assert "- -> 1.5" in out
     assert max(map(len, out.splitlines())) <= 100
 
