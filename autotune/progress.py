@@ -103,7 +103,7 @@ def compiling(
         ClickException: the machine failed.
     """
     from autotune import static
-    from autotune.trials import State
+    from autotune.state import State
     from autotune.tune import Setup, model_hash
     from autotune.workers import Stopped
 

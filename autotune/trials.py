@@ -1,21 +1,18 @@
-"""Compiles configs in parallel, and keeps what was found so that a killed run goes on."""
+"""Compiles configs in parallel; what a run before found is not compiled again."""
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import io
 import json
-import os
 import re
 import subprocess
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import triton
 from triton.compiler.errors import CompilationError
@@ -23,6 +20,7 @@ from triton.errors import TritonError
 from triton.runtime.errors import OutOfResources, PTXASError
 
 from autotune.search import Launch, Trial, User, traits
+from autotune.state import State
 from autotune.workers import Stopped, work_through
 from ftkernels import KernelSpec, config, registry
 from ftkernels.config import FrozenKey
@@ -32,7 +30,6 @@ from ftkernels.testing import sass
 
 SCHEMA = 3
 Score = Callable[[KernelSpec, Case, Sequence[Compiled]], float]
-_LINE_START = b'{"id": '  # of every line of a state file
 # ptxas names errors of its input so; a crash on an input is one too
 _PTXAS_VERDICT = re.compile(r"^ptxas .*\berror\s*:|raised SIGSEGV|error code -(?:6|11)\b", re.M)
 
@@ -148,116 +145,6 @@ def _launch(compiled: Compiled) -> Launch:
     )  # fmt: skip
 
 
-class State:
-    """Results by identity in a file of one JSON line each, written as they come.
-
-    The file is this object's alone until `close`, or until the process ends.
-
-    Args:
-        say: told in one sentence how many lines are damaged; those trials are made again.
-
-    Raises:
-        ValueError: the path is no file of this kind, which is left as it is, or another process
-            has it; in one sentence.
-    """
-
-    def __init__(self, path: Path | None, say: Callable[[str], None]) -> None:
-        self._path = path
-        self._known: dict[str, Trial] = {}
-        self._file: BinaryIO | None = None
-        if path is None:
-            return
-        # the null device keeps nothing, and reads as nothing
-        is_null = str(path) == os.devnull
-        if path.exists() and not path.is_file() and not is_null:
-            raise ValueError(f"--state is {path}, expected a file")
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = path.open("a+b", buffering=0)
-            if not is_null:
-                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._file.seek(0)
-            lines = self._file.readlines()
-        except BlockingIOError:
-            raise ValueError(
-                f"--state is {path}, which another ft-autotune uses, expected one of its own"
-            ) from None
-        except OSError as error:
-            raise ValueError(
-                f"--state is {path}, which cannot be used ({error.strerror})"
-            ) from error
-        try:
-            self._read(lines, say)
-        except ValueError:
-            self.close()
-            raise
-
-    def close(self) -> None:
-        """Let another process have the file."""
-        if self._file is not None:
-            self._file.close()
-
-    def _read(self, lines: Sequence[bytes], say: Callable[[str], None]) -> None:
-        assert self._file is not None
-        good = [line for line in lines if self._take(line)]
-        if lines and not good and not lines[-1].startswith(_LINE_START):
-            raise ValueError(f"--state is {self._path}, expected a file that ft-autotune wrote")
-        # a killed run may have left half of its last line
-        num_damaged = sum(line.endswith(b"\n") for line in lines) - len(good)
-        if num_damaged:
-            say(
-                f"state file {self._path}: {num_damaged} damaged lines, their trials are made again"
-            )
-        if good != lines:
-            self._file.truncate(0)
-            self._append(b"".join(good))
-
-    def _append(self, data: bytes) -> None:
-        assert self._file is not None
-        left = memoryview(data)
-        while left:  # a full disk takes a part and says so only then
-            left = left[self._file.write(left) :]
-
-    def _take(self, line: bytes) -> bool:
-        """Whether the line is whole and a trial, which is then known."""
-        if not line.endswith(b"\n"):
-            return False
-        try:
-            entry = json.loads(line)
-            self._known[str(entry["id"])] = _trial(entry["trial"])
-        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
-            return False
-        return True
-
-    def get(self, identity: str) -> Trial | None:
-        return self._known.get(identity)
-
-    def put(self, identity: str, trial: Trial) -> None:
-        """Keep a trial.
-
-        Raises:
-            Stopped: the file cannot be written.
-        """
-        self._known[identity] = trial
-        if self._file is None:
-            return
-        line = json.dumps({"id": identity, "trial": asdict(trial)}) + "\n"
-        try:
-            self._append(line.encode())
-        except OSError as error:
-            raise Stopped(
-                f"--state is {self._path}, which cannot be written ({error.strerror})"
-            ) from error
-
-
-def _trial(data: Mapping[str, Any]) -> Trial:
-    launches = tuple(Launch(**launch) for launch in data["launches"])
-    us = tuple(float(us) for us in data["us"])
-    if not all(one > 0 for one in us):
-        raise ValueError(f"us is {us}, expected numbers above 0")
-    return Trial(us, launches, str(data["error"]), bool(data["can_tell"]))
-
-
 def run(
     jobs: Iterable[Job], state: State, *, num_workers: int, advance: Callable[[Job, Trial], None]
 ) -> list[Trial]:
@@ -274,7 +161,7 @@ def run(
     identities = [job.identity for job in jobs]
     open_jobs = {}
     for job, identity in zip(jobs, identities, strict=True):
-        known = state.get(identity)
+        known = state.get(identity, num_users=len(job.users))
         if known is not None:
             advance(job, known)
         else:
@@ -285,4 +172,4 @@ def run(
         advance(job, trial)
 
     work_through(list(open_jobs.values()), attempt, done, num_workers=num_workers, name=str)
-    return [trial for identity in identities if (trial := state.get(identity)) is not None]
+    return [state.known[identity] for identity in identities]

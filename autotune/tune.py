@@ -17,7 +17,8 @@ import triton
 from autotune import passes, pipes, static, store
 from autotune.measure import measured
 from autotune.search import Choice, Problem, Trial, can_gain, choose, refusal
-from autotune.trials import Job, Score, State, run
+from autotune.state import State
+from autotune.trials import Job, Score, run
 from ftkernels import config, offline, registry, target, work
 from ftkernels.testing import aot, loops, report, sass
 from ftkernels.testing.timer import Timer

@@ -14,7 +14,7 @@ import pytest
 from autotune import report, search, trials, tune
 from autotune.report_tables import print_rows
 from autotune.search import Launch, Trial
-from autotune.trials import State
+from autotune.state import State
 from ftkernels import config
 from tests.autotune.toy import HOST, TOY
 
@@ -92,6 +92,14 @@ def test_tables_are_of_100_columns(rows, capsys):
     assert "4.5 -> 3.25" in row
     assert row.split()[-1] == "measured"
     assert sum(line.split()[-1:] == ["modelled"] for line in lines) == 3
+
+
+def test_what_is_compiled_is_announced_and_counted(toy):
+    """The default of each of four keys, and one entry that is not the default."""
+    told, done = [], []
+    setup = replace(toy[1], expect=told.append, advance=lambda job, trial: done.append(job))
+    report.rows(toy[0], {("toy", KEY): ENTRY}, setup)
+    assert (told, len(done)) == ([5], 5)
 
 
 def test_rows_are_plain_for_json(rows):

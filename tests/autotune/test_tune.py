@@ -19,7 +19,7 @@ import pytest
 
 from autotune import cli, search, trials, tune
 from autotune.search import Launch, Trial
-from autotune.trials import State
+from autotune.state import State
 from ftkernels import backend, config
 from tests.autotune.toy import HOST, TOY, Tile
 
