@@ -62,23 +62,27 @@ def rows(
     """
     kept = [x for x in found if (x.op, x.key) in entries or len(x.candidates) > 1]
     given = [_record(x, entries.get((x.op, x.key))) for x in kept]
-    jobs = [
-        job_of(problem, record, setup)
-        for problem, record in zip(kept, given, strict=True)
-        for record in (problem.default, record)
-    ]
-    trials = iter(run(jobs, setup.state, num_workers=setup.num_workers, advance=setup.advance))
-    return list(_rows(kept, given, entries, trials))
+    jobs = {
+        (number, record): job_of(problem, record, setup)
+        for number, (problem, chosen) in enumerate(zip(kept, given, strict=True))
+        for record in (problem.default, chosen)
+    }
+    setup.expect(len(jobs))
+    trials = run(
+        jobs.values(), setup.state, num_workers=setup.num_workers, advance=setup.advance
+    )  # fmt: skip
+    return list(_rows(kept, given, entries, dict(zip(jobs, trials, strict=True))))
 
 
 def _rows(
     kept: Sequence[Problem], given: Sequence[object],
-    entries: Mapping[tuple[str, config.FrozenKey], Mapping[str, Any]], trials: Iterator[Trial],
+    entries: Mapping[tuple[str, config.FrozenKey], Mapping[str, Any]],
+    trials: Mapping[tuple[int, object], Trial],
 ) -> Iterator[Row]:  # fmt: skip
-    for problem, record in zip(kept, given, strict=True):
+    for number, (problem, record) in enumerate(zip(kept, given, strict=True)):
         entry = entries.get((problem.op, problem.key))
         before, after = (
-            _side(x, next(trials), entry, name)
+            _side(x, trials[number, x], entry, name)
             for x, name in ((problem.default, "default_us"), (record, "us"))
         )
         source = "default" if entry is None else str(entry["source"])
