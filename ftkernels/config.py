@@ -139,20 +139,6 @@ def reading(root: Path) -> Iterator[None]:
         forget()
 
 
-def sources(gpu: str) -> Counter[str]:
-    """How many entries a card has, by source, whether or not they fit this process.
-
-    Raises:
-        OSError: a file cannot be read.
-        ValueError: a file is damaged or for something else.
-    """
-    found = Counter[str]()
-    for path in sorted((folder() / gpu).glob("*.json")):
-        entries = read(path, path.stem, gpu)
-        found.update(str(x.get("source")) for x in entries if isinstance(x, dict))
-    return found
-
-
 def read(path: Path, op: str, gpu: str) -> list[Any]:
     """The entries of a file as they stand there, good or not.
 

@@ -30,6 +30,8 @@ def checkup() -> list[Check]:
     missing = {check.name for check in found if check.state == "failed"}
     if missing & {"torch", "triton", "numpy", "triton version"}:
         return found  # what follows would only say so again
+    if refused := host.setting():
+        return [*found, *refused]
     return [*found, *card.torch_checks(cards), host.paths(), host.tuned()]
 
 

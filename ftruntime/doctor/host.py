@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from typing import Final
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Final, get_type_hints
 
 from ftruntime.config import RuntimeConfig
 from ftruntime.doctor.check import GIB, Check, failed
@@ -82,19 +84,77 @@ def _on_card(reference: bool) -> str:
     return "plain-torch reference" if reference else "compiled Triton"
 
 
+def setting() -> list[Check]:
+    """A finding when the library refuses the settings of this process, whatever would use it."""
+    try:
+        import ftkernels as ftkernels
+    except ValueError as error:
+        return [failed("kernels", error, "Unset it: nothing of the kernel library runs.")]
+    except Exception:  # of a broken package: whoever needs it says so
+        pass
+    return []
+
+
 def tuned() -> Check:
-    """Tuned entries for the card that is there, of an RTX 4090 without one."""
+    """What lookups take of the entries for the card that is there, of an RTX 4090 without one."""
     name = "tuned configs"
     try:
-        from ftkernels import config, target
+        from ftkernels import backend, target
 
         card = target.config_name()
-        sources = config.sources(card)
+        if backend.always_reference():
+            remedy = "Unset FTKERNELS_BACKEND: the reference has no kernels to tune."
+            return Check(name, "none used: FTKERNELS_BACKEND is 'reference'", "warning", remedy)
+        found = _entries(card)
     except Exception as error:  # as above
-        return failed(name, error, "Install the package again, or run ft-autotune tune.")
-    told = ", ".join(f"{count} {source}" for source, count in sorted(sources.items()))
-    facts = {"card": card, "entries": dict(sources)}
-    if not sources:
+        return failed(name, error, "Install the package again: it cannot be read.")
+    facts = {
+        "card": card, "entries": dict(found.taken), "ignored": dict(found.ignored),
+        "damaged": found.damaged,
+    }  # fmt: skip
+    counts = [f"{count} {source}" for source, count in sorted(found.taken.items())]
+    told = f"{card}: {', '.join(counts) or 'no'} entries"
+    if found.damaged:
+        remedy = f"Remove it, and `ft-autotune tune {found.stale[0]}` writes it anew."
+        return Check(name, f"{card}: {found.damaged[0]}", "failed", remedy, facts)
+    ops = " ".join(found.stale)
+    if found.ignored:
+        why = ", ".join(f"{count} for {reason}" for reason, count in found.ignored.items())
+        remedy = f"Defaults are used for them; `ft-autotune tune {ops}` writes them anew."
+        return Check(name, f"{told}; ignored: {why}", "warning", remedy, facts)
+    if not found.taken:
         remedy = "The defaults of the kernels are used; `ft-autotune tune` writes better ones."
         return Check(name, f"none for {card}", "warning", remedy, facts)
-    return Check(name, f"{card}: {told} entries", facts=facts)
+    return Check(name, told, facts=facts)
+
+
+@dataclass
+class _Entries:
+    """Those of a card: taken by source, ignored by reason; sentences for files; ops to tune."""
+
+    taken: Counter[str] = field(default_factory=Counter)
+    ignored: Counter[str] = field(default_factory=Counter)
+    damaged: list[str] = field(default_factory=list)
+    stale: list[str] = field(default_factory=list)
+
+
+def _entries(card: str) -> _Entries:
+    from ftkernels import config, registry
+
+    found = _Entries()
+    for spec in registry():
+        path = config.folder() / card / f"{spec.name}.json"
+        if spec.default is None or not path.exists():
+            continue
+        try:
+            entries = config.read(path, spec.name, card)
+        except (OSError, ValueError) as error:
+            found.damaged.append(f"{path} is damaged ({error})")
+            found.stale.insert(0, spec.name)
+            continue
+        source = config.made_from(spec.name, spec.default)
+        taken, reasons = config.taken(entries, source, get_type_hints(spec.default)["return"])
+        found.taken.update(str(entry["source"]) for entry in taken.values())
+        found.ignored.update(filter(None, reasons))
+        found.stale += [spec.name] if any(reasons) else []
+    return found

@@ -100,7 +100,6 @@ def test_another_folder_is_read_for_as_long_as_a_context_is_open(store, tmp_path
     with config.reading(tmp_path / "elsewhere"):
         assert config.folder() == tmp_path / "elsewhere"
         assert _lookup(T=512, I=48).block_i == 128
-        assert config.sources(GPU) == {"measured": 1}
     assert config.folder() == tmp_path
     assert _lookup(T=512, I=48).block_i == 256
 

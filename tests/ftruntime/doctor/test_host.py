@@ -2,19 +2,25 @@
 
 Mutants tried: loading left out of what is needed, memory that is just enough warned of, the cores
 of the machine in place of the process's, the interpreter told as the reference, a bad setting that
-raises, entries counted by files.
+raises, entries counted that lookups ignore or that stand behind others, no word of the reference,
+a refused setting told for all that needs kernels.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
+import ftkernels
 from ftkernels import backend, config, target
 from ftruntime.doctor import host
+from tests.autotune.toy import ENTRY, HOST, PLAIN, TOY
 
 NEEDED = 147169738752 + 7626922393  # the experts' bytes, and what `inspect flash` says of loading
 
@@ -81,22 +87,82 @@ def test_a_bad_setting_is_a_line(monkeypatch):
     )  # fmt: skip
 
 
-def test_tuned_entries_are_counted_by_source(monkeypatch, tmp_path):
+@pytest.fixture
+def write(monkeypatch, tmp_path):
+    """Writes the entries of `toy` for the card that is there."""
     monkeypatch.setattr(config, "_ROOT", tmp_path)
     monkeypatch.setattr(target, "config_name", lambda: "nvidia_x")
+    monkeypatch.setattr(backend, "always_reference", lambda: False)
+    monkeypatch.setattr(ftkernels, "registry", lambda: (TOY, HOST, PLAIN))
+
+    def write(*entries: object, op: str = "toy") -> Path:
+        path = tmp_path / "nvidia_x" / "toy.json"
+        path.parent.mkdir(exist_ok=True)
+        head = {"schema": config.SCHEMA, "op": op, "gpu": "nvidia_x"}
+        path.write_text(json.dumps({**head, "entries": entries}))
+        return path
+
+    return write
+
+
+def test_no_entries_is_a_warning(write):
     check = host.tuned()
     assert (check.state, check.found) == ("warning", "none for nvidia_x")
-    folder = tmp_path / "nvidia_x"
-    folder.mkdir()
-    for op, sources in {"a": ["modelled"] * 3, "b": ["measured", "modelled"]}.items():
-        entries = [{"source": source} for source in sources]
-        head = {"schema": config.SCHEMA, "op": op, "gpu": "nvidia_x"}
-        (folder / f"{op}.json").write_text(json.dumps({**head, "entries": entries}))
+
+
+def test_entries_that_lookups_take_are_counted_by_source(write):
+    """A modelled one behind a measured one of its key is not taken."""
+    others = [{**ENTRY, "key": {"I": 128, "T": t}} for t in (1, 2, 4)]
+    write(ENTRY, {**ENTRY, "source": "measured"}, *others)
     check = host.tuned()
-    assert check.state == "ok"
-    assert check.found == "nvidia_x: 1 measured, 4 modelled entries"
-    (folder / "a.json").write_text((folder / "b.json").read_text())
+    assert (check.state, check.remedy) == ("ok", "")
+    assert check.found == "nvidia_x: 1 measured, 3 modelled entries"
+    assert check.facts["entries"] == {"measured": 1, "modelled": 3}
+
+
+def test_entries_that_lookups_ignore_are_none(write):
+    stale = {**ENTRY, "source_hash": "0"}
+    write(stale, {**stale, "key": {"I": 1, "T": 1}}, {**ENTRY, "key": 7})
     check = host.tuned()
-    assert (check.state, check.found) == ("failed", "op is 'b', expected 'a'")
-    (folder / "a.json").write_text("{")
+    assert check.state == "warning"
+    assert check.found == (
+        "nvidia_x: no entries; ignored: 2 for another source hash, 1 for a damaged key"
+    )
+    assert check.remedy == "Defaults are used for them; `ft-autotune tune toy` writes them anew."
+    write(stale, {**ENTRY, "key": {"I": 1, "T": 1}})
+    assert host.tuned().found.startswith("nvidia_x: 1 modelled entries; ignored: 1 for another")
+
+
+def test_a_damaged_file_is_named(write):
+    path = write(ENTRY, op="other")
+    check = host.tuned()
+    assert (check.state, check.found) == (
+        "failed", f"nvidia_x: {path} is damaged (op is 'other', expected 'toy')",
+    )  # fmt: skip
+    assert check.remedy == "Remove it, and `ft-autotune tune toy` writes it anew."
+    path.write_text("{")
     assert host.tuned().state == "failed"
+
+
+def test_the_reference_uses_no_entry(write, monkeypatch):
+    write(ENTRY)
+    monkeypatch.setattr(backend, "always_reference", lambda: True)
+    check = host.tuned()
+    assert (check.state, check.found) == (
+        "warning", "none used: FTKERNELS_BACKEND is 'reference'",
+    )  # fmt: skip
+
+
+def test_a_setting_that_the_library_refuses_is_one_line():
+    code = (
+        "from ftruntime import doctor\n"
+        "print([(x.name, x.found) for x in doctor.checkup() if x.name not in ('cards', 'cores')\n"
+        "       and 'FTKERNELS' in x.found + x.remedy or x.name == 'tuned configs'])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False,
+        env={**os.environ, "FTKERNELS_BACKEND": "cuda"},
+    )  # fmt: skip
+    told = "FTKERNELS_BACKEND is 'cuda', expected 'reference' or unset"
+    assert done.stdout.strip() == str([("kernels", told)]), done.stderr
+    assert host.setting() == []
