@@ -19,6 +19,7 @@ from autotune.tables import counted, pairs
 if TYPE_CHECKING:
     from ftkernels import KernelSpec
 
+_Needed = Literal["keys", "files", "nothing"]
 _MOST_WORK = 5e9  # of a call that an interpreter gets through in a minute
 _QUICK_WORK = 3e7
 _QUICK_KEYS = 1  # of an op
@@ -44,14 +45,14 @@ def verify(ops: tuple[str, ...], arch: str, out: Path | None, quick: bool) -> No
     if not has_card and not backend.interpreted():
         options = [*(["--out", str(out)] if out else []), *["--quick"] * quick]
         _interpreted("verify", *ops, "--arch", arch, *options)
-    needed = "keys" if out is None else "files" if ops else "nothing"
+    needed: _Needed = "keys" if out is None else "files" if ops else "nothing"
     with config.reading(out or config.folder()):
         _verify(specs, int(arch), quick, needed=needed, has_card=has_card)
 
 
 def _verify(
     specs: Sequence[KernelSpec], arch: int, quick: bool, *,
-    needed: Literal["keys", "files", "nothing"], has_card: bool,
+    needed: _Needed, has_card: bool,
 ) -> None:  # fmt: skip
     """Verify what stands in the folder, `needed`: of what has a choice."""
     from autotune import entries
