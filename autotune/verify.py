@@ -147,6 +147,8 @@ def smallest(
     sizes = dict(key)
 
     def looks_up(smaller: Case) -> bool:
+        if not _has_rows_to_pick(smaller):
+            return False
         try:
             found = [x for x in lookups(spec, smaller, arch) if x.op == op]
         except (ValueError, TypeError, RuntimeError, ZeroDivisionError):
@@ -162,6 +164,12 @@ def smallest(
         tried = ({**case, name: size} for size in _SIZES if size < case[name])
         case = next(filter(looks_up, tried), case)
     return case
+
+
+def _has_rows_to_pick(case: Case) -> bool:
+    """Whether the context has as many compressed rows as each query picks."""
+    ratio, context = case.get("ratio"), case.get("length") or case.get("pos0", 0) + case.get("T", 0)
+    return not ratio or case.get("topk", 0) <= context // ratio
 
 
 def _same(key: Mapping[str, int], sizes: Mapping[str, int], grows: str) -> bool:

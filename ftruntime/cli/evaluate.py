@@ -15,8 +15,7 @@ from ftruntime.cli.common import checkpoint_shape, progress_bar
 from ftruntime.cli.group import FAILED, USAGE, refusals
 from ftruntime.config import RuntimeConfig
 from ftruntime.demo_cache import ensure_demo
-from ftruntime.evaluate import score
-from ftruntime.evaluate.settings import eval_specs
+from ftruntime.evaluate.settings import DEFAULT_CONTEXT, eval_specs
 from ftruntime.facts import probe
 from ftruntime.flags import checked, parse, refuse
 from ftruntime.options import flag_options, options, read_config
@@ -83,7 +82,7 @@ def _read(path: int | str | None) -> str:
 def _context(given: int | str | None, longest: int) -> int:
     most = longest - 1  # the engine generates one token behind a window
     if given is None:
-        return min(score.DEFAULT_CONTEXT, most)
+        return min(DEFAULT_CONTEXT, most)
     if int(given) > most:
         refuse("context", given, f"at most {most}, one less than the longest sequence served")
     return int(given)
@@ -93,6 +92,7 @@ def _run(
     config: RuntimeConfig, text: str, context: int, longest: int, needles: bool,
     given: Mapping[str, int | str | None],
 ) -> dict[str, object]:  # fmt: skip
+    from ftruntime.evaluate import score
     from ftruntime.llm import LLM
 
     flags = {name: getattr(config, name) for name in config.explicit} | {"model": config.model}

@@ -15,7 +15,6 @@ from ftruntime.completion import RequestOutput
 from ftruntime.evaluate import needles
 from ftruntime.types import SamplingParams
 
-DEFAULT_CONTEXT: Final = 2048
 DISTANCES: Final = (300, 600, 1000, 1500, 2000, 3000)
 # of other needles in one prompt, and the tokens in front of the first
 _OTHERS: Final = 3

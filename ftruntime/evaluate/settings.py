@@ -7,6 +7,7 @@ from typing import Final
 
 from ftruntime.flags import FlagSpec
 
+DEFAULT_CONTEXT: Final = 2048  # tokens of a window
 CONTEXT: Final = FlagSpec(
     kind="int", help="Tokens of a window, BOS among them; windows do not overlap.", low=2,
     shown_default="2048, or max-model-len - 1 if less",

@@ -15,7 +15,7 @@ import torch
 from triton.runtime.errors import OutOfResources
 
 from autotune import entries, search, verify
-from ftkernels import config
+from ftkernels import config, registry
 from tests.autotune.toy import ENTRY, HOST, TOY, Tile, default_tile
 
 GPU = "nvidia_geforce_rtx_4090"
@@ -164,6 +164,23 @@ def test_sizes_shrink_as_far_as_the_key_allows(monkeypatch):
     for listed, vocab in (({}, 1), ({"N": 50}, 60)):
         small = verify.smallest(TOY, {**case, "V": 60, **listed}, "toy", key, "T", 89)
         assert small["V"] == vocab
+
+
+@pytest.mark.parametrize(
+    ("op", "name", "context"),
+    [("mla_decode", "flash-tp8-csa", "length"), ("mla_prefill", "flash-tp8-csa", "T")],
+)
+def test_a_context_does_not_shrink_below_what_is_picked(op, name, context):
+    """Each query picks 512 of the rows that stand for four tokens."""
+    spec = next(x for x in registry() if x.name == op)
+    case = next(x for x in spec.cases if x["name"] == name)
+    found = {config.entry_key(x.key) for x in search.lookups(spec, case, 89) if x.op == op}
+    (key,) = found
+    shrunk = verify.smallest(spec, case, op, key, spec.grows, 89)
+    tokens = shrunk.get("length") or shrunk["pos0"] + shrunk["T"]
+    assert 2048 <= tokens < 2300
+    _, kwargs = spec.inputs(shrunk, device="cpu", seed=0)
+    assert int(kwargs["index_topk"].max()) < kwargs["cmp_kv"].shape[0] * kwargs["cmp_kv"].shape[1]
 
 
 def test_the_smallest_keys_of_each_op_are_quick():

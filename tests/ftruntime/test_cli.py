@@ -61,8 +61,11 @@ def started(monkeypatch) -> list[dict[str, object]]:
     starts: list[dict[str, object]] = []
 
     class Bridge:
-        def __init__(self, config: dict[str, object], *, stall_timeout_s: float) -> None:
+        def __init__(
+            self, config: dict[str, object], *, stall_timeout_s: float, end_stalled: bool
+        ) -> None:
             self.config, self.stall_timeout_s = config, stall_timeout_s
+            assert end_stalled is (config["tensor_parallel_size"] != 1)
 
     def run_server(config, client, tokenizer, chat, *, listener) -> int:
         address = listener.getsockname()
