@@ -135,7 +135,7 @@ def _report(specs: Sequence[KernelSpec], arch: str, jobs: int | None, as_json: b
     problems = searching.problems(specs, arch=int(arch))
     found = entries.read(config.folder(), gpu, specs)
     by_key = {(op, config.entry_key(entry["key"])): entry for op, entry in found.taken}
-    with compiling(problems, int(arch), state_file(gpu), jobs) as setup:
+    with compiling(problems, int(arch), state_file(gpu), jobs, must_keep=False) as setup:
         rows = reporting.rows(problems, by_key, setup)
     if as_json:
         click.echo(json.dumps([row.as_dict() for row in rows]))

@@ -89,7 +89,7 @@ def counting(verb: str, total: int) -> Iterator[Callable[[str], None]]:
 @contextlib.contextmanager
 def compiling(
     found: Sequence[Problem], arch: int, state: Path | None, jobs: int | None, *,
-    prune: bool = True,
+    prune: bool = True, must_keep: bool = True,
 ) -> Iterator[Setup]:  # fmt: skip
     """A setup that shows trials, those dropped, the best gain and the time left.
 
@@ -97,9 +97,11 @@ def compiling(
         state: file of results that need no compile, None for none.
         jobs: processes that compile, None for one a core.
         prune: leave out configs that no figure could make the choice.
+        must_keep: otherwise a state that cannot be used, as another process has it, is read and
+            left as it is.
 
     Raises:
-        UsageError: the state cannot be used.
+        UsageError: the state cannot be used and must be.
         ClickException: the machine failed.
     """
     from autotune import static
@@ -113,7 +115,9 @@ def compiling(
         try:
             kept = State(state, lambda sentence: click.echo(f"ft-autotune: {sentence}", err=True))
         except ValueError as error:
-            raise click.UsageError(str(error)) from error
+            if state is None or must_keep:
+                raise click.UsageError(str(error)) from error
+            kept, state = State.glance(state), None
         stack.callback(kept.close)
         progress = stack.enter_context(steps("compile", total))
         advance = _watched(progress)

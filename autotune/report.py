@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from autotune.search import Problem, Trial
+from autotune.search import Problem, Trial, refusal
 from autotune.trials import run
 from autotune.tune import Setup, job_of
 from ftkernels import config
@@ -18,7 +18,7 @@ class Side:
 
     Args:
         us: of all cases together, None where the config is unsound; `source` says whether it is
-            "modelled" or "measured".
+            "modelled", now, or "measured", when the entry was made.
         registers, shared_bytes: the most of any launch; `warps_per_sm` the fewest.
         spill_bytes: of all launches.
     """
@@ -95,8 +95,10 @@ def _record(problem: Problem, entry: Mapping[str, Any] | None) -> object:
 
 def _side(record: Any, trial: Trial, entry: Mapping[str, Any] | None, name: str) -> Side:
     launches = trial.launches
-    # a trial that broke off has no time
-    us = (sum(trial.us) if trial.us else None) if entry is None else entry.get(name)
+    if entry is not None and entry["source"] == "measured":
+        us = entry.get(name)
+    else:  # by the model of today: what an entry holds may be of another one
+        us = None if refusal(trial, trial) else round(sum(trial.us), 3)
     return Side(
         config=asdict(record),
         us=us,

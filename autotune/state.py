@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -45,9 +46,9 @@ class State:
             return
         # the null device keeps nothing, and reads as nothing
         is_null = str(path) == os.devnull
-        if path.exists() and not path.is_file() and not is_null:
-            raise ValueError(f"--state is {path}, expected a file")
         try:
+            if path.exists() and not path.is_file() and not is_null:
+                raise ValueError(f"--state is {path}, expected a file")
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = path.open("a+b", buffering=0)
             if not is_null:
@@ -66,6 +67,15 @@ class State:
         except ValueError:
             self.close()
             raise
+
+    @classmethod
+    def glance(cls, path: Path) -> State:
+        """What can be read of a file, whoever has it; nothing is kept there."""
+        state = cls(None, lambda sentence: None)
+        with contextlib.suppress(OSError):
+            for line in path.read_bytes().splitlines(keepends=True):
+                state._take(line)
+        return state
 
     def close(self) -> None:
         """Let another process have the file."""

@@ -1,7 +1,8 @@
 """What is said while a search runs: on a terminal a bar, else a line every half minute.
 
 Mutants tried: a line at every step, the time left of the whole run's mean, done counted as left, a
-gain on an unsound default told, what is not expected any more still waited for.
+gain on an unsound default told, what is not expected any more still waited for, a state refused
+that need not be kept.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from autotune import progress, static
 from autotune import search as searching
 from autotune.progress import Steps
 from autotune.search import Launch, Trial
+from autotune.state import State
 from autotune.trials import Job
 from autotune.workers import Stopped
 from ftkernels import registry
@@ -118,3 +120,21 @@ def test_a_failure_of_the_machine_is_one_sentence(state, tmp_path):
     is_kept = state == "kept.jsonl"
     assert end.value.message == f"linear cannot be compiled{goes_on * is_kept}"
     assert end.value.exit_code == 1
+
+
+def test_a_state_that_another_one_has_is_read_where_it_need_not_be_kept(tmp_path):
+    other = State(tmp_path / "s", pytest.fail)
+    other.put("a", Trial((1.0,)))
+    with progress.compiling([], 89, tmp_path / "s", 1, must_keep=False) as setup:
+        assert set(setup.state.known) == {"a"}
+        setup.state.put("b", Trial((1.0,)))
+    with pytest.raises(click.UsageError), progress.compiling([], 89, tmp_path / "s", 1):
+        pass
+    with (
+        pytest.raises(click.ClickException) as end,
+        progress.compiling([], 89, tmp_path / "s", 1, must_keep=False),
+    ):  # fmt: skip
+        raise Stopped("linear cannot be compiled")
+    assert end.value.message == "linear cannot be compiled"
+    other.close()
+    assert set(State(tmp_path / "s", pytest.fail).known) == {"a"}

@@ -1,8 +1,8 @@
 """Before and after of each key.
 
 Mutants tried: the entry's figures on both sides, keys without entries left out, the most warps in
-place of the fewest, modelled microseconds in place of an entry's own, 0 for what is
-unsound, a default's figures called measured.
+place of the fewest, modelled microseconds in place of a measured entry's own, 0 or a figure for
+what is unsound, a default's figures called measured, an entry's own in place of modelled ones.
 """
 
 from __future__ import annotations
@@ -77,6 +77,20 @@ def test_what_is_unsound_has_no_time(toy, monkeypatch):
     with_entry, *others = report.rows(toy[0], {("toy", KEY): {**ENTRY, "default_us": None}}, toy[1])
     assert (with_entry.before.us, with_entry.after.us) == (None, 3.25)
     assert {side.us for row in others for side in (row.before, row.after)} == {None}
+
+
+def test_modelled_figures_are_those_of_now(toy):
+    """Whatever the entry holds; unsound ones have none."""
+    modelled = {**ENTRY, "source": "modelled", "us": 0.5, "default_us": None}
+    row = report.rows(toy[0], {("toy", KEY): modelled}, toy[1])[0]
+    assert (row.before.us, row.after.us) == (16.0, 64.0)
+    assert {row.source, row.before.source, row.after.source} == {"modelled"}
+
+
+def test_what_spills_has_no_time(toy, monkeypatch):
+    spills = Trial((2.0,), (Launch("k", 255, 8, 0, 8, True, None, 0, 0),))
+    monkeypatch.setattr(report, "run", lambda jobs, *_, **__: [spills for _ in jobs])
+    assert {row.before.us for row in report.rows(toy[0], {}, toy[1])} == {None}
 
 
 def test_figures_say_what_they_are(rows):

@@ -2,7 +2,8 @@
 
 Mutants tried: half a line taken for damage or left, damage taken for a result, a head that is not
 needed or not written, trials without a head refused, a file rewritten, types or bounds of a field
-not looked at, a result without times taken, a disk that is full unnoticed, two states of a file.
+not looked at, a result without times taken, a disk that is full unnoticed, two states of a file,
+a glance that keeps or that needs the file for itself, a name that is too long raised.
 """
 
 from __future__ import annotations
@@ -188,8 +189,12 @@ def test_a_state_belongs_to_one(tmp_path):
     first = State(tmp_path / "s", pytest.fail)
     with pytest.raises(ValueError, match=r"^--state is .*/s, which another ft-autotune uses"):
         State(tmp_path / "s", pytest.fail)
+    first.put("a", TRIAL)
+    glanced = State.glance(tmp_path / "s")
+    glanced.put("b", TRIAL)
+    assert set(glanced.known) == {"a", "b"}
     first.close()
-    State(tmp_path / "s", pytest.fail)
+    assert set(State(tmp_path / "s", pytest.fail).known) == {"a"}
 
 
 def test_a_state_that_is_no_file_is_refused(tmp_path):
@@ -199,6 +204,9 @@ def test_a_state_that_is_no_file_is_refused(tmp_path):
     (tmp_path / "x").write_text("")
     with pytest.raises(ValueError, match=r"^--state is .*, which cannot be used"):
         State(tmp_path / "x" / "y", pytest.fail)
+    with pytest.raises(ValueError, match=r"^--state is .*, which cannot be used \(File name too"):
+        State(tmp_path / ("x" * 256), pytest.fail)
+    assert State.glance(tmp_path).known == {}
 
 
 def test_the_null_device_keeps_nothing():
