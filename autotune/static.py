@@ -86,7 +86,8 @@ class LaunchFigures:
         issue_per_kmac, ceiling_tflops: of the loops of products together, or of the whole block
             where none is left of them; None without products. `block_tflops` is of the whole block.
         issue_per_filled_kmac: the same slots for 1024 multiply-adds issued, useful or not.
-        bound: the pipe that holds those loops; of a launch without products what its cost is.
+        bound: the pipe that holds those loops; of a launch without products what its cost is,
+            "latency" where most of it is waiting for loads.
         load_bytes, store_bytes: asked for by all blocks; `useful_bytes` is its share of the op's.
         wide_share: of the loaded bytes that come 16 bytes a lane.
         issue_per_kib: issue slots for 1024 useful bytes; `ceiling_gb_per_s` of useful bytes.
@@ -184,7 +185,7 @@ def _figures(part: _Launch, useful: float) -> LaunchFigures:
     every = [*loops, rest]
     dot = [x for x in loops if x.useful_macs] or [x for x in every if x.useful_macs]
     loaded, stored = _total(every, "load_bytes"), _total(every, "store_bytes")
-    chip = _chip_cycles(passes, every, blocks, report.num_stages, report.blocks_per_sm, card)
+    chip, held_by = _chip(passes, every, blocks, report.num_stages, report.blocks_per_sm, card)
     terms = {
         "chip": chip / card.ghz * 1e-3,
         "dram": useful / card.memory_gb_per_s * 1e-3,
@@ -199,7 +200,7 @@ def _figures(part: _Launch, useful: float) -> LaunchFigures:
         mma=_main_mma(every), issue_per_kmac=_per_kmac(dot, "useful_macs"),
         issue_per_filled_kmac=_per_kmac(dot, "mma_macs"),
         ceiling_tflops=_ceiling(dot, dot, card), block_tflops=_ceiling(dot, every, card),
-        bound=_bound(dot) or (dearest if dearest != "chip" else str(_bound(every))),
+        bound=_bound(dot) or (dearest if dearest != "chip" else held_by),
         load_bytes=blocks * loaded, store_bytes=blocks * stored, useful_bytes=useful,
         wide_share=_wide_share(every),
         issue_per_kib=_KIB * blocks * _total(every, "slots") / max(useful, 1.0),
@@ -221,29 +222,36 @@ def _loop(counted: Pass, warps: int, card: Target) -> LoopFigures:
     )  # fmt: skip
 
 
-def _chip_cycles(
+def _chip(
     passes: Sequence[Pass], loops: Sequence[LoopFigures], blocks: float, stages: int,
     resident: int, card: Target,
-) -> float:  # fmt: skip
-    """Waves of blocks; infinite when not even one block fits."""
+) -> tuple[float, str]:  # fmt: skip
+    """Cycles of waves of blocks, infinite when not even one block fits, and what holds them."""
     if resident == 0:
-        return math.inf
+        return math.inf, str(_bound(loops))
     held = _total(loops, "bound_cycles")
-    alone = sum(_alone(p, x, stages, card) for p, x in zip(passes, loops, strict=True))
+    parts = [_alone(p, x, stages, card) for p, x in zip(passes, loops, strict=True)]
+    alone = sum(cycles for _, cycles in parts)
     wave = resident * card.num_sms
     full, left = math.floor(blocks / wave), blocks % wave
     tail = max(math.ceil(left / card.num_sms) * held, alone) if left else 0.0
-    return full * max(resident * held, alone) + tail
+    side_by_side = resident if full else math.ceil(left / card.num_sms)
+    held_by = _most(parts) if alone > side_by_side * held else _bound(loops)
+    return full * max(resident * held, alone) + tail, str(held_by)
 
 
-def _alone(counted: Pass, loop: LoopFigures, stages: int, card: Target) -> float:
-    """Cycles of all passes of a block that has its SM to itself."""
+def _alone(
+    counted: Pass, loop: LoopFigures, stages: int, card: Target
+) -> tuple[str, float]:  # fmt: skip
+    """What holds a block that has its SM to itself, and cycles of all passes."""
     wait = 0.0
     if counted.counts.loads:
         under_way = max(1, stages - 1) if counted.counts.copies else 1
         wait = _LOAD_NS * card.ghz / under_way * max(1.0, counted.unrolled)
     issued = _ISSUE_GAP * counted.counts.slots
-    return loop.passes * max(loop.bound_cycles, issued, wait)
+    held = ((loop.bound, loop.bound_cycles), ("issue", issued), ("latency", wait))
+    name, cycles = max(held, key=lambda pair: pair[1])
+    return name, loop.passes * cycles
 
 
 def _total(loops: Sequence[LoopFigures], name: str) -> float:

@@ -103,7 +103,7 @@ def test_json_has_a_row_per_launch(arch, capsys):
         assert (row["spill_bytes"], row["fits"], row["source"]) == (0, True, "default")
         assert row["warps_per_sm"] >= row["config"]["num_warps"]
         assert [row[k] for k in ("mma", "issue_per_kmac", "ceiling_tflops")] == [None] * 3
-        assert row["bound"] in ("dram", "l2", "issue", "alu", "memory", "fma", "special")
+        assert row["bound"] in ("dram", "l2", "latency", "issue", "alu", "memory", "fma")
         assert row["static_model"]["us"] > 0
         assert row["figures_source"] == row["static_model"]["source"] == "modelled"
 

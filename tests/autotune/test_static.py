@@ -4,7 +4,8 @@ Mutants run, each noticed: another rate of a pipe (8-bit products at the 16-bit 
 multiplies as fast as fp32, special functions as fast as logic), a loop inside a loop counted
 twice, passes one too many, unrolled passes counted again, spilled words free, waves without the
 last one or without what is resident, a block that never waits, DRAM charged with what is asked for,
-the terms of a launch added up, the largest loop's ceiling for the kernel's, refusals dropped.
+the terms of a launch added up, a wait that bounds where blocks hide it or that bounds nothing, the
+largest loop's ceiling for the kernel's, refusals dropped.
 """
 
 from __future__ import annotations
@@ -230,6 +231,24 @@ def test_a_block_alone_issues_every_second_cycle():
     """One warp an SM: 101 instructions take 202 cycles, however idle the pipes are."""
     found = figures(text(("FADD", 100)), grid=(3, 1, 1), warps=1)
     assert found.chip_us == pytest.approx(202 / 2.52e3)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "adds", "bound"),
+    [(3, 100, "latency"), (3, 2000, "issue"), (128 * 24 * 3, 300, "special")],
+    ids=["a load is what takes long", "so are instructions", "blocks hide each other's loads"],
+)
+def test_a_launch_without_products_is_bound_by_what_takes_most_of_it(blocks, adds, bound):
+    """A load takes 1512 cycles, an instruction of a warp alone 2, one of 24 blocks' MUFU 2."""
+    found = figures(text(("LDG.E.128", 1), ("MUFU.EX2", adds)), grid=(blocks, 1, 1), warps=1)
+    assert found.bound == bound
+    cycles = {"latency": 1512, "issue": 2 * (adds + 2), "special": 3 * 24 * 2 * adds}[bound]
+    assert found.us == pytest.approx(cycles / 2.52e3)
+
+
+def test_products_name_their_pipe_where_loads_take_longer():
+    found = figures(text([("LDG.E.128", 1), (BF16, 1)]), Work(1, (Loop(9, 2048, 2048),)), warps=1)
+    assert (found.bound, found.us) == ("tensor", found.chip_us)
 
 
 @pytest.mark.parametrize(
