@@ -1,7 +1,7 @@
 """Training on a small shape: it learns, goes on where it stopped, and exports what it trained.
 
 Mutants run, each noticed: optimizer state left out of the file, the step number left out, the
-second half of a bank exported as the first, weights exported without their last step.
+second half of a bank exported as the first, Adam's mean over half as many steps.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """``ftruntime eval``: its refusals, and its figures against transformers.
 
-Mutants run, each noticed: windows without BOS, one window fewer, characters counted in bytes.
+Mutants run, each noticed in this folder: windows without BOS, one window fewer, characters counted in bytes.
 """
 
 from __future__ import annotations
