@@ -1,6 +1,7 @@
 """``ftruntime eval``: its refusals, and its figures against transformers.
 
-Mutants run, each noticed in this folder: windows without BOS, one window fewer, characters counted in bytes.
+Mutants run, each noticed in this folder: windows without BOS, one window fewer, characters counted
+in bytes.
 """
 
 from __future__ import annotations
