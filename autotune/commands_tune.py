@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from autotune.ops import ARCHES, chosen, jobs_option, out_option, require_compiler
+from autotune.ops import ARCHES, chosen, jobs_option, out_option, require_compiler, shown
 from autotune.progress import compiling, measuring, state_file
 from autotune.tables import counted, print_changed, print_problems, print_summaries
 
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from autotune.tune import Card
 
 _STATE_FILE = click.Path(path_type=Path, dir_okay=False)
-_MOST_SHOWN = 40  # characters of a wrong value
 
 
 def _ranks(value: str) -> list[int]:
@@ -30,9 +29,8 @@ def _ranks(value: str) -> list[int]:
     known = {str(size): size for size in known_ranks()}
     parts = [part.strip() for part in value.split(",")]
     if not all(part in known for part in parts):
-        shown = value if len(value) <= _MOST_SHOWN else f"{value[:_MOST_SHOWN]}..."
         sizes = ", ".join(known)
-        raise click.UsageError(f"--tp is {shown}, expected some of {sizes}, such as 1,8")
+        raise click.UsageError(f"--tp is {shown(value)}, expected some of {sizes}, such as 1,8")
     return [known[part] for part in parts]
 
 

@@ -12,6 +12,7 @@ import click
 if TYPE_CHECKING:
     from ftkernels import KernelSpec
 
+_MOST_SHOWN = 40  # characters of a wrong value
 ARCHES = click.Choice(("89", "90", "120"))
 arch_option = click.option(
     "--arch", type=ARCHES, default="89", show_default=True, help="Compute capability times ten."
@@ -24,6 +25,12 @@ out_option = click.option(
 jobs_option = click.option(
     "--jobs", type=click.IntRange(1), help="Processes that compile; default: all cores."
 )
+
+
+def shown(value: str) -> str:
+    """A wrong value as a sentence can hold it: its beginning, quoted where it would not be seen."""
+    short = value if len(value) <= _MOST_SHOWN else f"{value[:_MOST_SHOWN]}..."
+    return short if short.strip() and short.isprintable() else repr(short)
 
 
 def chosen(ops: Sequence[str]) -> list[KernelSpec]:

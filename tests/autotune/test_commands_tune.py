@@ -140,7 +140,8 @@ def test_a_file_of_something_else_is_refused_as_state(chosen, tmp_path, capsys):
     [
         (["tune", "--tp", "1,x"], "--tp is 1,x, expected some of 1, 2, 4, 8, such as 1,8"),
         (["tune", "--tp", "8,3"], "--tp is 8,3, expected some of 1, 2, 4, 8, such as 1,8"),
-        (["tune", "--tp", ""], "--tp is , expected some of 1, 2, 4, 8, such as 1,8"),
+        (["tune", "--tp", ""], "--tp is '', expected some of 1, 2, 4, 8, such as 1,8"),
+        (["tune", "--tp", "a\nb"], "--tp is 'a\\nb', expected some of 1, 2, 4, 8, such as 1,8"),
         (["tune", "--tp", "9" * 5000], f"--tp is {'9' * 40}..., expected some of 1, 2, 4, 8"),
         (["tune", "--arch", "86"], "Invalid value for '--arch': '86' is not one of"),
         (["tune", "--top", "0"], "Invalid value for '--top'"),
