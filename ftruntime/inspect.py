@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, TextIO, cast
 
@@ -99,14 +100,16 @@ def print_table(values: Mapping[str, object], plan: Plan, stream: TextIO) -> Non
     for name, value in values.items():
         if not isinstance(value, dict | list) and name not in ("refusal", "modelled", "source"):
             table.add_row(name, "-" if value is None else str(value))
-    # a file or pipe has no width of its own
-    console = Console(file=stream, highlight=False, width=None if stream.isatty() else _WIDTH)
+    columns = shutil.get_terminal_size((_WIDTH, 1)).columns
+    console = Console(file=stream, highlight=False, width=columns)
     console.print(table)
     for title, sizes, why in (
         ("bytes of one rank", plan.bytes, plan.why),
         ("host memory, all ranks", plan.host_bytes, plan.host_why),
     ):
         split = Table(title, "GiB", "bytes", "why", box=None, pad_edge=False)
+        for column in split.columns[:3]:
+            column.no_wrap = True
         for name, size in sizes.items():
             split.add_row(name, f"{size / _GIB:.3f}", str(size), why[name])
         if sizes:
@@ -116,20 +119,31 @@ def print_table(values: Mapping[str, object], plan: Plan, stream: TextIO) -> Non
     if isinstance(steps, dict):
         console.print()
         console.print(_step_table(steps))
+        console.print(_assumed(steps))
 
 
 def _step_table(model: Mapping[str, object]) -> Table:
     from rich.table import Table
 
-    columns = ("tokens", "bus", "memory", "compute", "all_reduce", "sum", "overlapped")
-    table = Table("modelled ms a step", *columns, "tokens/s", box=None, pad_edge=False)
+    steps = cast("Mapping[str, Mapping[str, float]]", model["steps"])
+    table = Table("modelled ms a step", box=None, pad_edge=False)
+    for name in steps:
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_row("tokens", *(f"{step['tokens']:g}" for step in steps.values()))
+    for term in ("bus", "memory", "compute", "all_reduce", "sum", "overlapped"):
+        table.add_row(term, *(f"{step[f'{term}_ms']:.2f}" for step in steps.values()))
+    speeds = [
+        f"{step['tokens_per_s']:.1f} to {step['tokens_per_s_overlapped']:.1f}"
+        for step in steps.values()
+    ]
+    table.add_row("tokens/s", *speeds)
+    return table
+
+
+def _assumed(model: Mapping[str, object]) -> str:
     steps = cast("Mapping[str, Mapping[str, float]]", model["steps"])
     halves = any(step["halves"] for step in steps.values())
-    for name, step in steps.items():
-        terms = [f"{step[f'{column}_ms']:.2f}" for column in columns[1:]]
-        speeds = f"{step['tokens_per_s']:.1f} to {step['tokens_per_s_overlapped']:.1f}"
-        table.add_row(name, f"{step['tokens']:g}", *terms, speeds)
-    table.caption = (
+    return (
         f"modelled, nothing was timed: {model['cards']} x {model['card']}, context of "
         f"{model['context_tokens']} tokens, hit rate {model['decode_hit_rate']} in decode "
         f"of one row (simulated), {model['decode_full_hit_rate']} of all, "
@@ -138,6 +152,6 @@ def _step_table(model: Mapping[str, object]) -> Table:
         "all-reduces; sum: nothing overlaps; overlapped: "
         "copies one layer ahead, memory beside compute"
         + (", all-reduces of a chunk's halves beside both" if halves else "")
+        + "; tokens/s: from the sum to overlapped, both upper bounds: launches and what the host "
+        "does are left out"
     )
-    table.caption_justify, table.caption_style = "left", ""
-    return table

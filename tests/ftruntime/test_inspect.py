@@ -1,7 +1,7 @@
 """`ftruntime inspect`: the worked numbers, the report's command line, and what it refuses.
 
 Mutants tried and seen red: --cards not setting the ranks, GiB taken for GB, notes on stdout, the
-refusal of serve not shown, reasons left out of the table.
+refusal of serve not shown, reasons left out of the table, names or figures cut off at 80 columns.
 """
 
 from __future__ import annotations
@@ -120,11 +120,24 @@ def test_the_table_holds_the_same_numbers_and_logs_stay_on_stderr():
     assert rows["carry"].split()[1].isdigit()
     assert rows["kv_window"].split(maxsplit=2)[2].startswith("308 pages x 5.64 MB: 43 layers")
     assert rows["loading"].split(maxsplit=2)[2].startswith("5 % of the bank and 268 MB")
-    assert rows["prefill"].split()[0] == "3456"
-    assert "modelled, nothing was timed: 8 x NVIDIA GeForce RTX 4090" in result.stdout
+    assert rows["tokens"].split() == ["1", "50", "3456"]
+    assert len(rows["tokens/s"].split(" to ")) == 4
+    said = " ".join(result.stdout.split())
+    assert "modelled, nothing was timed: 8 x NVIDIA GeForce RTX 4090" in said
+    assert "both upper bounds: launches and what the host does are left out" in said
     assert "prefill chunk clamped" not in result.stdout
     assert "prefill chunk clamped chunk_tokens=3456" in result.stderr
     assert "served context is far below the model's max_model_len=327680" in result.stderr
+
+
+def test_a_narrow_screen_cuts_no_name_and_no_number(monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    whole = inspect("flash", *REPORT, "--cards", "8").stdout
+    monkeypatch.setenv("COLUMNS", "80")
+    out = inspect("flash", *REPORT, "--cards", "8").stdout
+    assert max(map(len, out.splitlines())) <= 80
+    assert "…" not in out
+    assert sorted(out.split()) == sorted(whole.split())
 
 
 def test_a_directory_needs_its_config_only(tmp_path):
