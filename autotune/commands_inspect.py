@@ -10,6 +10,7 @@ import click
 
 from autotune.ops import arch_option, chosen, jobs_option, require_compiler
 from autotune.progress import counting
+from autotune.settings import require_default
 from autotune.tables import counted
 
 if TYPE_CHECKING:
@@ -56,6 +57,8 @@ def inspect(
     if (write_contract or diff) and (candidates or arch != "89"):
         other = "--candidates" if candidates else f"--arch {arch}"
         raise click.UsageError(f"{other} is given with a contract, expected --arch 89 alone")
+    if write_contract:
+        require_default("a contract is written")
     work = work_list(specs, arch=int(arch), candidates=candidates)
     if write_contract or diff:
         work = [item for item in work if contract.is_held(item.case)]

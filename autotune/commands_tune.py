@@ -15,6 +15,7 @@ import click
 
 from autotune.ops import ARCHES, chosen, jobs_option, out_option, require_compiler, shown
 from autotune.progress import compiling, measuring, state_file
+from autotune.settings import require_default
 from autotune.tables import counted, print_changed, print_problems, print_summaries
 
 if TYPE_CHECKING:
@@ -70,6 +71,9 @@ def tune(
     from autotune import tune as tuning
     from ftkernels import config, target
 
+    root = out or config.folder()
+    if not dry_run and root.resolve() == config.folder().resolve():
+        require_default("shipped entries are written")
     card, of_card = _card(top, None if arch is None else int(arch))
     number = of_card or int(arch or 89)
     gpu = target.config_name() if card else target.of_arch(number).name
@@ -79,7 +83,7 @@ def tune(
     if dry_run:
         print_problems(found)
         return
-    root, start = out or config.folder(), time.monotonic()
+    start = time.monotonic()
     with _writing(root):
         _require_writable(root, gpu, dict.fromkeys(problem.op for problem in found))
     with compiling(found, number, state or state_file(gpu), jobs, prune=card is None) as setup:

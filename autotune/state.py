@@ -18,6 +18,7 @@ _NAME = b'{"file": "trials of ft-autotune", '
 _HEAD = _NAME + b'"schema": 1}\n'
 _MOST = 1e12  # of any figure; microseconds, that is eleven days
 _LINE_START = b'{"id": '
+_KINDS = get_type_hints(Launch)
 
 
 class State:
@@ -146,9 +147,8 @@ def _trial(data: Any) -> Trial:
     Raises:
         KeyError, TypeError, ValueError: it is none.
     """
-    kinds = get_type_hints(Launch)
     launches = tuple(
-        Launch(**{name: _of(kinds[name], value) for name, value in _of(dict, launch).items()})
+        Launch(**{name: _of(_KINDS[name], value) for name, value in _of(dict, launch).items()})
         for launch in _of(list, data["launches"])
     )
     us = tuple(float(_of(float, us)) for us in _of(list, data["us"]))

@@ -19,6 +19,7 @@ from triton.compiler.errors import CompilationError
 from triton.errors import TritonError
 from triton.runtime.errors import OutOfResources, PTXASError
 
+from autotune import settings
 from autotune.search import Launch, Trial, User, traits
 from autotune.state import State
 from autotune.workers import Stopped, work_through
@@ -53,12 +54,12 @@ class Job:
 
     @property
     def identity(self) -> str:
-        """Hash of all that the result follows from: sources, sizes, versions."""
+        """Hash of all that the result follows from: sources, sizes, versions, settings."""
         specs = [_spec(name) for name in (self.op, *(op for op, _ in self.users))]
         sources = {config.source_hash(x) for spec in specs for x in (spec.default, spec.op) if x}
         follows_from = [
             SCHEMA, sorted(sources), self.model, triton.__version__, self.arch, self.op, self.key,
-            sorted(vars(self.record).items()), self.users,
+            sorted(vars(self.record).items()), self.users, settings.identity(),
         ]  # fmt: skip
         return hashlib.sha256(json.dumps(follows_from).encode()).hexdigest()[:24]
 

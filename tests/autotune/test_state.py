@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import json
+import resource
 from dataclasses import asdict
 from pathlib import Path
 
@@ -52,7 +53,7 @@ def test_what_is_kept_is_read_again(tmp_path):
 
 def test_of_a_killed_run_the_last_line_alone_is_lost(tmp_path):
     whole = HEAD + _line(asdict(TRIAL))
-    for cut in range(1, len(_line(asdict(TRIAL), "b"))):
+    for cut in range(1, len(_line(asdict(TRIAL), "b")), 9):
         state, said = _opened(tmp_path / "s", whole, _line(asdict(TRIAL), "b")[:-cut])
         assert (tmp_path / "s").read_bytes() == whole
         state.put("c", TRIAL)
@@ -183,6 +184,20 @@ def test_a_disk_that_is_full_ends_the_run_and_takes_nothing(tmp_path, monkeypatc
         state.put("b", TRIAL)
     assert written == [b'{"id": "b"']
     assert (tmp_path / "s").read_bytes() == HEAD + _line(asdict(TRIAL))
+
+
+def test_nothing_is_written_when_a_state_is_opened(tmp_path):
+    """A disk may be full then, and a process killed."""
+    whole = HEAD + _line(asdict(TRIAL)) + b"damaged\n"
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    (tmp_path / "s").write_bytes(whole + b'{"id": "b", "tri')
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    try:
+        state = State(tmp_path / "s", lambda sentence: None)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert state.known == {"a": TRIAL}
+    assert (tmp_path / "s").read_bytes() == whole
 
 
 def test_a_state_belongs_to_one(tmp_path):

@@ -1,0 +1,120 @@
+"""Variables that change what Triton compiles, what follows from them, and where they are refused.
+
+Mutants tried: a variable left out, a value that says the default taken for a change, a change taken
+for the default, a file's own change not seen, the contract or shipped entries written in spite of a
+change, other folders refused.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from click.testing import CliRunner
+from triton import knobs
+
+from autotune import search, settings
+from autotune.cli import cli
+from ftkernels import backend, config
+
+# of Triton's own list what changes no code: dumps, messages, caches, tools of other cards
+_NO_CODE = {
+    "LLVM_EXTRACT_DI_LOCAL_VARIABLES", "NVPTX_ENABLE_DUMP", "TRITON_ALLOW_NON_CONSTEXPR_GLOBALS",
+    "TRITON_ALWAYS_COMPILE", "TRITON_DISABLE_LINE_INFO", "TRITON_DUMP_PTXAS_LOG",
+    "TRITON_FRONT_END_DEBUGGING", "TRITON_INTERPRET", "TRITON_KERNEL_DUMP",
+    "TRITON_LIBCUDA_PATH", "TRITON_STORE_BINARY_ONLY", "USE_IR_LOC",
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _unset(monkeypatch):
+    for name in settings.changed():
+        monkeypatch.delenv(name)
+
+
+def _variables() -> set[str]:
+    """Of Triton's settings, those of this card's compiler."""
+    groups = (knobs.compilation, knobs.language, knobs.nvidia, knobs.runtime)
+    return {
+        held.key for group in groups for held in vars(type(group)).values()
+        if isinstance(held, knobs.env_base)
+    }  # fmt: skip
+
+
+def test_every_setting_of_the_compiler_counts(monkeypatch):
+    assert len(_variables()) > 20
+    for name in (*sorted(_variables() - _NO_CODE), "DISABLE_LLVM_OPT", "TRITON_DEBUG"):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, "other")
+            assert settings.changed() == {name: "other"}, name
+            assert settings.identity() == [(name, "other")]
+
+
+@pytest.mark.parametrize(
+    ("name", "defaults", "others"),
+    [
+        ("DISABLE_PTXAS_OPT", ("", "0", "false", "OFF"), ("1", "true", "ON")),
+        ("TRITON_DEFAULT_FP_FUSION", ("1", "True", "on"), ("0", "false", "off", "")),
+        ("PTXAS_OPTIONS", ("",), ("-O1", "0", "1")),
+    ],
+)
+def test_a_value_that_says_the_default_is_none(name, defaults, others, monkeypatch):
+    for value in (*defaults, *others):
+        monkeypatch.setenv(name, value)
+        assert settings.changed() == ({name: value} if value in others else {}), value
+    if name == "DISABLE_PTXAS_OPT":
+        for value in (*defaults, *others):  # as Triton itself reads it
+            monkeypatch.setenv(name, value)
+            assert knobs.nvidia.disable_ptxas_opt == bool(settings.changed()), value
+
+
+def test_another_tool_of_the_same_name_is_another_setting(tmp_path, monkeypatch):
+    tool = tmp_path / "ptxas"
+    tool.write_text("one")
+    monkeypatch.setenv("TRITON_PTXAS_PATH", str(tool))
+    before = settings.identity()
+    assert settings.identity() == before
+    os.utime(tool, ns=(1, 1))
+    again = settings.identity()
+    tool.write_text("two and three")
+    os.utime(tool, ns=(1, 1))
+    assert before != again != settings.identity()
+
+
+_compiles = pytest.mark.skipif(backend.interpreted(), reason="compiles")
+
+
+@_compiles
+def test_a_changed_compiler_writes_nothing_that_is_shipped(tmp_path, monkeypatch):
+    monkeypatch.setenv("PTXAS_OPTIONS", "-O1")
+    state = ["--state", os.devnull]
+    link = tmp_path / "link"
+    link.symlink_to(config.folder())
+    for arguments, what in (
+        (["tune", "count_missing", *state], "shipped entries are written"),
+        (["tune", "count_missing", *state, "--out", str(link)], "shipped entries are written"),
+        (["inspect", "count_missing", "--write-contract"], "a contract is written"),
+    ):
+        ended = CliRunner().invoke(cli, arguments)
+        assert (ended.exit_code, ended.stderr) == (
+            1, f"Error: PTXAS_OPTIONS is -O1, expected it unset where {what}: it changes what is "
+            "compiled\n",
+        ), ended.output  # fmt: skip
+
+
+@_compiles
+def test_elsewhere_a_changed_compiler_is_let(tmp_path, monkeypatch):
+    """What is tried there has an identity of its own."""
+
+    def problems(specs: object, **_: object) -> None:
+        raise KeyError("begun")
+
+    monkeypatch.setattr(search, "problems", problems)
+    monkeypatch.setenv("PTXAS_OPTIONS", "-O1")
+    for out in (["--out", str(tmp_path / "out")], []):
+        arguments = ["tune", "count_missing", "--state", str(tmp_path / "s"), *out]
+        ended = CliRunner().invoke(cli, arguments)
+        assert isinstance(ended.exception, KeyError) == bool(out), ended.output
+    assert isinstance(CliRunner().invoke(cli, [*arguments, "--dry-run"]).exception, KeyError)
+    monkeypatch.delenv("PTXAS_OPTIONS")
+    assert isinstance(CliRunner().invoke(cli, arguments).exception, KeyError)
