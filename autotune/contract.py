@@ -123,9 +123,9 @@ def _fails(figure: str, old: Entry, new: Entry) -> bool:
 
 def _lost_copies(old: Entry, new: Entry) -> bool:
     """Whether there are fewer copies and products unrolled less often do not account for it."""
-    fewer, lost = new["copies"] < old["copies"], new["copies"] == 0
     before, after = (sum(x["mma"].values()) for x in (old, new))
-    return bool(fewer and (lost or not before or new["copies"] * before < old["copies"] * after))
+    fewer = new["copies"] < old["copies"]
+    return bool(fewer and (not before or new["copies"] * before < old["copies"] * after))
 
 
 @dataclass(frozen=True)
