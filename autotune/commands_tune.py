@@ -50,7 +50,8 @@ def _ranks(value: str) -> list[int]:
 )  # fmt: skip
 @click.option(
     "--state", type=_STATE_FILE,
-    help="File that a killed run goes on from; default: in ~/.cache/ftkernels.",
+    help="File that a killed run goes on from; default: in ~/.cache/ftkernels. It holds what was "
+    "compiled; what a card measured is measured again.",
 )  # fmt: skip
 @click.option("--dry-run", is_flag=True, help="Say what there is to try, and compile nothing.")
 def tune(
@@ -88,8 +89,10 @@ def tune(
         _require_writable(root, gpu, dict.fromkeys(problem.op for problem in found))
     with compiling(found, number, state or state_file(gpu), jobs, prune=card is None) as setup:
         choices = tuning.search(found, setup)
+    lost, total = "", len(found)
     if card:
-        choices = measuring(choices, card)
+        choices, lost = measuring(choices, card)
+        found = found[: len(choices)]
     with _writing(root):
         paths = tuning.write(choices, root, gpu, card)
     print_summaries(tuning.summaries(found, choices), card is not None)
@@ -98,6 +101,10 @@ def tune(
         f"wrote {counted(len(paths), 'file', 'files')} in {time.monotonic() - start:.0f} s",
         err=True,
     )
+    if lost:
+        raise click.ClickException(
+            f"{lost}; what it measured before is written, {len(found)} of {total} keys"
+        )
     unsound = sum(choice is None for choice in choices)
     if unsound:
         raise click.ClickException(

@@ -152,14 +152,20 @@ def _watched(progress: Steps) -> Callable[[Job, Trial], None]:
     return advance
 
 
-def measuring(choices: Sequence[Choice | None], card: Card) -> list[Choice | None]:
-    """Every choice after a card has measured it."""
+def measuring(
+    choices: Sequence[Choice | None], card: Card
+) -> tuple[list[Choice | None], str]:  # fmt: skip
+    """Every choice after a card has measured it, up to where the card was lost, and how it was."""
     from autotune.tune import measure
+    from autotune.workers import Stopped
 
     done: list[Choice | None] = []
     with steps("measure", sum(choice is not None for choice in choices)) as progress:
         for choice in choices:
-            done.append(None if choice is None else measure(choice, card))
+            try:
+                done.append(None if choice is None else measure(choice, card))
+            except Stopped as error:
+                return done, str(error)
             if choice is not None:
                 progress.advance(choice.problem.op)
-    return done
+    return done, ""

@@ -2,7 +2,8 @@
 
 Mutants tried: one set of inputs for all calls, the mean in place of the median, milliseconds of all
 sets taken for one call's, warm-up replays counted, values not checked, the config not pinned, an
-unsound default run.
+unsound default run, errors of a card let through, a lost card gone on with, what was measured
+before it not written.
 """
 
 from __future__ import annotations
@@ -12,16 +13,20 @@ from dataclasses import replace
 
 import pytest
 import torch
+from click.testing import CliRunner
+from triton.runtime.errors import OutOfResources
 
-from autotune import measure, tune
+from autotune import commands_tune, measure, progress, search, tune
+from autotune.cli import cli
 from autotune.measure import measured, median_us
 from autotune.search import Choice, Problem, Trial
-from ftkernels import config
+from ftkernels import backend, config
 from ftkernels.testing.timer import REPLAYS
 from tests.autotune.toy import HOST, TOY, Tile, default_tile
 
 DEFAULT, FAST, SLOW, EQUAL = Tile(16, 4), Tile(64, 4), Tile(32, 8), Tile(32, 4)
 US = {DEFAULT: 10.0, FAST: 6.0, SLOW: 20.0, EQUAL: 9.9}
+GPU = "nvidia_geforce_rtx_4090"
 CASE = {"name": "flash-t1", "T": 1, "I": 128}
 
 
@@ -55,9 +60,13 @@ class FakeCard:
         return replay
 
 
-@pytest.fixture
-def card(monkeypatch):
+@pytest.fixture(autouse=True)
+def _registry(monkeypatch):
     monkeypatch.setattr(measure, "registry", lambda: (TOY, HOST))
+
+
+@pytest.fixture
+def card():
     return FakeCard(US.__getitem__)
 
 
@@ -88,6 +97,77 @@ def test_values_come_before_times(card, monkeypatch):
     monkeypatch.setattr(measure, "registry", lambda: (wrong, HOST))
     assert measured(_problem(), FAST, card) == Trial(error="gives wrong values")
     assert card.inputs == []
+
+
+ERRORS = (
+    torch.OutOfMemoryError("CUDA out of memory"),
+    RuntimeError("CUDA error: too many resources requested for launch"),
+    OutOfResources(200000, 101376, "shared memory"),
+)
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda x: type(x).__name__)
+def test_what_does_not_run_on_a_card_is_dropped(error):
+    """And the rest goes on, without the default too."""
+    for broken, best in ((FAST, SLOW), (DEFAULT, FAST)):
+
+        def us(record, broken=broken):
+            if record == broken:
+                raise error
+            return {**US, SLOW: 8.0}[record]
+
+        card = FakeCard(us)
+        assert measured(_problem(), broken, card) == Trial(error="does not run")
+        choice = tune.measure(_choice(SLOW, FAST), _card(card, 2))
+        assert choice is not None
+        assert (choice.config, dict(choice.dropped)) == (best, {"does not run": 1})
+
+
+def _lost(monkeypatch) -> FakeCard:
+    """A card on which nothing works once `SLOW` has run."""
+
+    def fails(*_: object, **__: object) -> float:
+        raise RuntimeError("CUDA error: an illegal memory access\nCUDA kernel errors might")
+
+    def us(record):
+        if record != SLOW:
+            return US[record]
+        monkeypatch.setattr(torch, "ones", fails)
+        return fails()
+
+    return FakeCard(us)
+
+
+def test_a_lost_card_ends_the_measuring_and_what_was_measured_stays(card, monkeypatch):
+    fake = _lost(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "empty_cache", pytest.fail)  # of a card alone
+    done, lost = progress.measuring([_choice(FAST), None, _choice(SLOW)], _card(fake, 5))
+    assert [x and x.config for x in done] == [FAST, None]
+    assert lost == (
+        "the card is lost at toy with Tile(block=32, num_warps=8): RuntimeError: CUDA error: an "
+        "illegal memory access"
+    )
+    assert progress.measuring([_choice(FAST)], _card(card, 5))[1] == ""
+
+
+@pytest.mark.skipif(backend.interpreted(), reason="compiles")
+def test_a_lost_card_is_one_sentence_and_files(tmp_path, monkeypatch):
+    """The command, with stand-ins for all that compiles."""
+    first, second = _choice(FAST), _choice(SLOW)
+    monkeypatch.setattr(search, "problems", lambda *_, **__: [first.problem, second.problem])
+    monkeypatch.setattr(tune, "search", lambda found, setup: [first, second])
+    monkeypatch.setattr(tune, "default_of", lambda op: default_tile)
+    monkeypatch.setattr(commands_tune, "_card", lambda top, arch: (_card(lost, top), 89))
+    lost = _lost(monkeypatch)
+    arguments = ["tune", "count_missing", "--out", str(tmp_path), "--state", "/dev/null"]
+    ended = CliRunner().invoke(cli, arguments)
+    assert ended.exit_code == 1
+    assert ended.stderr.splitlines()[-1] == (
+        "Error: the card is lost at toy with Tile(block=32, num_warps=8): RuntimeError: CUDA "
+        "error: an illegal memory access; what it measured before is written, 1 of 2 keys"
+    )
+    (entry,) = config.read(tmp_path / GPU / "toy.json", "toy", GPU)
+    assert (entry["source"], entry["config"]) == ("measured", {"block": 64, "num_warps": 4})
 
 
 def _choice(*ranking: Tile) -> Choice:
