@@ -193,6 +193,8 @@ def _figures(part: _Launch, useful: float) -> LaunchFigures:
     }
     dearest = max(terms, key=lambda name: terms[name])
     held = _total(every, "bound_cycles")
+    # useful bytes may be those of a torch call beside the launch
+    moved = min(useful / blocks, loaded + stored)
     return LaunchFigures(
         kernel=launch.name, grid=launch.grid, blocks=blocks, registers=report.regs,
         spill_bytes=report.spill_bytes, shared_bytes=report.shared, fits=report.fits,
@@ -204,7 +206,7 @@ def _figures(part: _Launch, useful: float) -> LaunchFigures:
         load_bytes=blocks * loaded, store_bytes=blocks * stored, useful_bytes=useful,
         wide_share=_wide_share(every),
         issue_per_kib=_KIB * blocks * _total(every, "slots") / max(useful, 1.0),
-        ceiling_gb_per_s=card.num_sms * card.ghz * useful / blocks / held,
+        ceiling_gb_per_s=card.num_sms * card.ghz * moved / held,
         chip_us=terms["chip"], dram_us=terms["dram"], l2_us=terms["l2"], us=terms[dearest],
         loops=tuple(loops), rest=rest,
     )  # fmt: skip

@@ -5,7 +5,8 @@ multiplies as fast as fp32, special functions as fast as logic), a loop inside a
 twice, passes one too many, unrolled passes counted again, spilled words free, waves without the
 last one or without what is resident, a block that never waits, DRAM charged with what is asked for,
 the terms of a launch added up, a wait that bounds where blocks hide it or that bounds nothing, the
-largest loop's ceiling for the kernel's, refusals dropped.
+largest loop's ceiling for the kernel's, refusals dropped, a ceiling of bytes that
+nobody asks for.
 """
 
 from __future__ import annotations
@@ -294,6 +295,14 @@ def test_bytes_of_an_op_are_shared_out_by_what_launches_ask_for():
     found = static.figures(spec(useful_bytes=8000), {}, both)
     assert [x.useful_bytes for x in found] == [2000, 6000]
     assert static.score(spec(useful_bytes=8000), {}, both) == sum(x.us for x in found)
+
+
+def test_a_ceiling_counts_no_bytes_that_the_launch_does_not_ask_for():
+    asked = 128 * 4 * 32 * (16 + 8)
+    code = text(("LDG.E.128", 1), ("STG.E.64", 1))
+    half, all_, more = (figures(code, useful_bytes=x * asked // 2) for x in (1, 2, 20))
+    assert all_.ceiling_gb_per_s == pytest.approx(2 * half.ceiling_gb_per_s)
+    assert more.ceiling_gb_per_s == all_.ceiling_gb_per_s
 
 
 def test_two_kinds_of_block():
