@@ -106,6 +106,9 @@ def test_an_op_that_has_a_choice_has_a_file_of_entries(folder, capsys):
     _write(folder)
     code, out, _ = _run(capsys, "verify")
     assert (code, out.splitlines()[0]) == (1, "toy.json: no entries")
+    (folder / "toy.json").rename(folder / "host.json")
+    _write(folder, *REST, op="host")
+    assert "toy.json" not in _run(capsys, "verify", "host")[1]
 
 
 def test_entries_of_another_folder_are_what_lookups_find(folder, tmp_path, capsys):
