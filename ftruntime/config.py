@@ -8,6 +8,7 @@ name.
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import cast
@@ -33,6 +34,7 @@ __all__ = [
     "RuntimeConfig",
     "flag_specs",
     "resolve",
+    "served_name",
 ]
 
 
@@ -246,6 +248,12 @@ class RuntimeConfig:
 
 def _build(values: Mapping[str, object], explicit: frozenset[str]) -> RuntimeConfig:
     return RuntimeConfig(**values, explicit=explicit)  # type: ignore[arg-type]
+
+
+def served_name(config: RuntimeConfig) -> str:
+    """The model's name in the API: without ``--served-model-name`` that of its directory."""
+    basename = os.path.basename(os.path.normpath(config.model)) if config.model else "demo"
+    return config.served_model_name or basename
 
 
 def flag_specs() -> dict[str, FlagSpec]:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from ftruntime.config import RuntimeConfig, flag_specs
+from ftruntime.config import RuntimeConfig, flag_specs, served_name
 from ftruntime.flags import flag_name
-from ftruntime.plan import Plan
+from ftruntime.plan import Plan, chunk_notes
 
 _SECRET = "api_key"
 
 
-def effective_flags(config: RuntimeConfig, plan: Plan) -> dict[str, dict[str, object]]:
+def effective_flags(
+    config: RuntimeConfig, plan: Plan, expert_load: str
+) -> dict[str, dict[str, object]]:
     """For each flag but the key, as JSON values: what was ``given`` (None: nothing), the ``value``
-    in force, and for one that does not act a ``note`` that says why."""
+    in force, and for one that does not act, or became less, a ``note`` that says why.
+
+    Args:
+        expert_load: what the loader did, "serial" or "parallel".
+    """
     became: dict[str, object] = {
         "tensor_parallel_size": plan.ranks,
         "moe_backend": plan.moe_backend,
@@ -23,9 +29,13 @@ def effective_flags(config: RuntimeConfig, plan: Plan) -> dict[str, dict[str, ob
         "max_prefill_length": plan.chunk_tokens,
         "max_model_len": plan.max_model_len,
         "max_waiting_tokens": plan.max_waiting_tokens,
+        "served_model_name": served_name(config),
+        "expert_load": expert_load,
         "device": plan.kind,
     }
-    notes = _idle(config, plan)
+    notes = _idle(config, plan, expert_load)
+    if smaller := chunk_notes(config, plan):
+        notes["max_prefill_length"] = "; ".join(smaller)
     flags: dict[str, dict[str, object]] = {}
     for name in flag_specs():
         if name == _SECRET:
@@ -43,7 +53,7 @@ def effective_flags(config: RuntimeConfig, plan: Plan) -> dict[str, dict[str, ob
 
 def inactive_flags(config: RuntimeConfig, plan: Plan) -> list[str]:
     """One line for each flag the user set that does not act in this plan, saying why."""
-    reasons = _idle(config, plan)
+    reasons = _idle(config, plan, config.expert_load)
     return [
         f"flag without effect {flag_name(name)}={getattr(config, name)}: {reasons[name]}"
         for name in flag_specs()
@@ -51,15 +61,17 @@ def inactive_flags(config: RuntimeConfig, plan: Plan) -> list[str]:
     ]
 
 
-def _idle(config: RuntimeConfig, plan: Plan) -> dict[str, str]:
+def _idle(config: RuntimeConfig, plan: Plan, expert_load: str) -> dict[str, str]:
     """Why a flag does not act, by field name."""
     reasons = {
         "disable_pynccl": "torch.distributed collectives are what is used anyway",
         "moe_prefill_hit_d2d": "resident experts are read in place anyway",
         **_idle_cache_flags(config, plan),
     }
-    if config.expert_load == "serial":
-        reasons["expert_prefetch"] = "--expert-load serial reads one shard after the other"
+    if expert_load == "serial":
+        reasons["expert_prefetch"] = (
+            f"--expert-load {config.expert_load} reads one shard after the other"
+        )
     if plan.kind == "cpu":
         reasons["cuda_graph_max_bs"] = "there are no CUDA graphs without a GPU"
     elif config.numerics == "exact":

@@ -187,7 +187,8 @@ def _with_headroom(sizer: Sizer, rows: dict[str, Row]) -> dict[str, Row]:
     return {**rows, "headroom": Row(max(0, left), why)}
 
 
-def _notes(config: RuntimeConfig, sizer: Sizer, chunk: ChunkBudget) -> tuple[str, ...]:
+def chunk_notes(config: RuntimeConfig, chunk: ChunkBudget | Plan) -> list[str]:
+    """Why a chunk is smaller than ``--max-prefill-length``, as log lines; empty when it is not."""
     notes = []
     wanted = config.max_prefill_length // PAGE_TOKENS * PAGE_TOKENS
     if wanted != config.max_prefill_length:
@@ -202,6 +203,11 @@ def _notes(config: RuntimeConfig, sizer: Sizer, chunk: ChunkBudget) -> tuple[str
             f"reserved_window_pages={chunk.reserved_window_pages}: raise --swa-full-tokens-ratio "
             f"(now {config.swa_full_tokens_ratio:g}) or --num-tokens for larger chunks"
         )
+    return notes
+
+
+def _notes(config: RuntimeConfig, sizer: Sizer, chunk: ChunkBudget) -> tuple[str, ...]:
+    notes = chunk_notes(config, chunk)
     rate, every = config.moe_cache_rate, sizer.weights.num_experts
     if rate is not None and int(rate * every) < min_expert_slots(sizer.shape):
         notes.append(

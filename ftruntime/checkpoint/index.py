@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Final, Literal, TypeVar
 
 from ftruntime.checkpoint.header import TensorEntry, read_header, storage_text
 from ftruntime.checkpoint.names import DRAFT_PREFIX, expected_tensors
@@ -77,6 +78,23 @@ def read_index(directory: str | Path) -> CheckpointIndex:
             )
         found[name] = shards[shard][name]
     return CheckpointIndex(index_file, found)
+
+
+def num_shards(directory: Path) -> int:
+    """Files that hold the tensors of a checkpoint; errors as `open_checkpoint`."""
+    index_file = directory / INDEX_FILE
+    return len(set(_read_weight_map(index_file).values())) if index_file.is_file() else 1
+
+
+def how_to_load(expert_load: str, shards: int) -> Literal["serial", "parallel"]:
+    """How experts are placed: "auto" is parallel with more than one core and more than one shard.
+
+    Args:
+        expert_load: "auto", "serial" or "parallel".
+    """
+    several = shards > 1 and len(os.sched_getaffinity(0)) > 1
+    asked = {"serial": False, "parallel": True}.get(expert_load, several)
+    return "parallel" if asked else "serial"
 
 
 def validate(index: CheckpointIndex, config: ModelConfig) -> None:

@@ -24,7 +24,7 @@ from ftkernels import ExpertBank
 from ftkernels.moe.host_memory import HostMemory
 from ftruntime.checkpoint.banks import BankBuilder, BankForm, check_scale
 from ftruntime.checkpoint.files import ShardFiles
-from ftruntime.checkpoint.index import CheckpointIndex, open_checkpoint
+from ftruntime.checkpoint.index import CheckpointIndex, how_to_load, open_checkpoint
 from ftruntime.checkpoint.jobs import Job, parallel, serial
 from ftruntime.checkpoint.memory import (
     DEQUANTIZE_DTYPES,
@@ -117,8 +117,8 @@ def load_weights(
             experts: rows `[rank * I / ranks, ...)` of w1 and w3 and those columns of w2.
         pack: put FP4 experts into the kernels' order (`ftkernels.pack_fp4`); scales are folded
             where those of all layers fold.
-        expert_load: "serial" places experts in file order; "parallel" by several threads; "auto" is
-            parallel with more than one core and more than one shard.
+        expert_load: "serial" places experts in file order; "parallel" by several threads; for
+            "auto" see `how_to_load`.
         expert_prefetch: shards that the parallel loader reads ahead of placement, at least 1.
         threads: of the parallel loader; cores / ranks when None.
         extra_bytes: host memory that others will hold beside the weights.
@@ -138,12 +138,10 @@ def load_weights(
     _check_arguments(config, dequantize, rank, ranks, pack, expert_load, expert_prefetch, threads)
     index = open_checkpoint(directory, config)
     form = BankForm(config, dequantize, pack, device.type == "cpu", rank, ranks)
-    cores = len(os.sched_getaffinity(0))
-    several = len({entry.file for entry in index.entries.values()}) > 1 and cores > 1
-    if expert_load == "serial" or (expert_load == "auto" and not several):
+    if how_to_load(expert_load, len({x.file for x in index.entries.values()})) == "serial":
         threads = 0
     elif threads is None:
-        threads = max(1, cores // ranks)
+        threads = max(1, len(os.sched_getaffinity(0)) // ranks)
     needed = extra_bytes + estimate(
         config, dequantize, ranks=ranks, pack=pack, threads=max(1, threads)
     ).host_bytes(on_device=device.type != "cpu")

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 import ftkernels
+from ftruntime.checkpoint.index import how_to_load, num_shards
 from ftruntime.checkpoint.loader import load_weights
 from ftruntime.config import RuntimeConfig
 from ftruntime.demo_cache import ensure_demo
@@ -132,7 +133,8 @@ def build_engine(
         if parallel is not None:
             parallel.close()
         raise
-    flags = effective_flags(config, plan)
+    load = how_to_load(config.expert_load, num_shards(directory))
+    flags = effective_flags(config, plan, load)
     # what stands now stays: later collections need not walk it
     gc.freeze()
     _logger.info(

@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
-import os
 import socket
 import sys
 from types import FrameType
 
 import uvicorn
 
-from ftruntime.config import RuntimeConfig
+from ftruntime.config import RuntimeConfig, served_name
 from ftruntime.server.app import create_app
 from ftruntime.server.client import EngineClient
 from ftruntime.server.front import Front, ServerSettings
@@ -58,9 +57,8 @@ def claim_port(host: str, port: int) -> socket.socket:
 
 def settings_from(config: RuntimeConfig) -> ServerSettings:
     """The front's share of the settings; a model without a name is called after its directory."""
-    basename = os.path.basename(os.path.normpath(config.model)) if config.model else "demo"
     return ServerSettings(
-        served_model_name=config.served_model_name or basename,
+        served_model_name=served_name(config),
         api_key=config.api_key,
         max_body_bytes=int(config.max_body_mb * (1 << 20)),
         request_timeout_s=config.request_timeout_s,

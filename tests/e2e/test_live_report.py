@@ -23,7 +23,10 @@ REPORT = {
 }  # fmt: skip
 # what a CPU makes of it: chunk of the contract, no graphs
 BECAME = {"--max-prefill-length": 3456, "--cuda-graph-max-bs": 0}
-NOTED = {"--disable-pynccl", "--kv-reserve-tokens", "--cuda-graph-max-bs", "--moe-prefill-hit-d2d"}
+NOTED = {
+    "--disable-pynccl", "--kv-reserve-tokens", "--cuda-graph-max-bs", "--moe-prefill-hit-d2d",
+    "--max-prefill-length",
+}  # fmt: skip
 
 
 def value_of(text: str | None) -> object:

@@ -2,13 +2,18 @@
 
 Mutants tried and seen red: idle cache flags not named under fused, a reserve not beside the number
 it stands for, read-ahead not with the serial loader, the key among the flags, a default as given,
-the asked value for the one in force (chunk, tokens, slots, graphs, device), a note left out.
+the asked value for the one in force (chunk, tokens, slots, graphs, device, name, loader), a note
+left out.
 """
 
 from __future__ import annotations
 
 import json
+import os
 
+import pytest
+
+from ftruntime.checkpoint.index import how_to_load, num_shards
 from ftruntime.config import DeviceFacts, RuntimeConfig, flag_specs, resolve
 from ftruntime.effective import effective_flags, inactive_flags
 from ftruntime.model.config import builtin
@@ -92,9 +97,11 @@ REPORT = {
 }  # fmt: skip
 
 
-def told(facts: DeviceFacts, **flags: object) -> dict[str, dict[str, object]]:
+def told(
+    facts: DeviceFacts, load: str = "parallel", **flags: object
+) -> dict[str, dict[str, object]]:
     config = RuntimeConfig.from_flags(**flags)
-    found = effective_flags(config, resolve(config, builtin("flash"), facts, strict=False))
+    found = effective_flags(config, resolve(config, builtin("flash"), facts, strict=False), load)
     assert json.loads(json.dumps(found)) == found
     return found
 
@@ -121,8 +128,52 @@ def test_the_command_line_of_the_report_on_eight_cards():
     assert 0.8 < rate < 0.95
     assert rate == round(slots / (43 * 256), 4)
     assert {name for name, flag in flags.items() if "note" in flag} == {
-        "--disable-pynccl", "--kv-reserve-tokens", "--cuda-graph-max-bs", "--moe-prefill-hit-d2d"
+        "--disable-pynccl", "--kv-reserve-tokens", "--cuda-graph-max-bs", "--moe-prefill-hit-d2d",
+        "--max-prefill-length",
     }  # fmt: skip
+    note = str(flags["--max-prefill-length"]["note"])
+    assert note.startswith("prefill chunk clamped chunk_tokens=3456 max_prefill_length=4096 ")
+    assert "limiting=window_pages" in note
+
+
+def test_a_prefill_length_says_why_it_became_less():
+    flag = told(CPU, max_prefill_length=1000, num_tokens=65536)["--max-prefill-length"]
+    note = "prefill length rounded down max_prefill_length=1000 used=896 page_tokens=128"
+    assert flag == {"given": 1000, "value": 896, "note": note}
+    whole = told(CPU, max_prefill_length=1024, num_tokens=65536)["--max-prefill-length"]
+    assert whole == {"given": 1024, "value": 1024}
+
+
+def test_the_name_and_the_loader_are_those_in_force():
+    flags = told(CPU, "serial", model="/models/flash/", expert_prefetch=4)
+    assert flags["--served-model-name"] == {"given": None, "value": "flash"}
+    assert flags["--expert-load"] == {"given": None, "value": "serial"}
+    note = "--expert-load auto reads one shard after the other"
+    assert flags["--expert-prefetch"] == {"given": 4, "value": 4, "note": note}
+    flags = told(CPU, served_model_name="a", model="b", expert_load="parallel")
+    assert flags["--served-model-name"] == {"given": "a", "value": "a"}
+    assert flags["--expert-load"] == {"given": "parallel", "value": "parallel"}
+    assert "note" not in flags["--expert-prefetch"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "shards", "cores", "expected"),
+    [("auto", 2, 2, "parallel"), ("auto", 1, 2, "serial"), ("auto", 2, 1, "serial"),
+     ("serial", 2, 2, "serial"), ("parallel", 1, 1, "parallel")],
+)  # fmt: skip
+def test_experts_are_placed_in_parallel_where_it_can_help(
+    asked, shards, cores, expected, monkeypatch
+):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
+    assert how_to_load(asked, shards) == expected
+
+
+def test_shards_are_counted_without_opening_them(tmp_path):
+    assert num_shards(tmp_path) == 1
+    weight_map = {"a": "1.safetensors", "b": "2.safetensors", "c": "1.safetensors",
+                  "mtp.a": "3.safetensors"}  # fmt: skip
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    assert num_shards(tmp_path) == 2
 
 
 def test_a_cpu_says_what_it_leaves_out():
