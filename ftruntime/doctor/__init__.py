@@ -7,6 +7,8 @@ that is missing or broken is a finding.
 from __future__ import annotations
 
 import json
+import shutil
+import textwrap
 from collections.abc import Callable
 
 from ftruntime.demo_cache import DISTRIBUTION
@@ -15,6 +17,7 @@ from ftruntime.doctor.check import Check, State, failed
 
 __all__ = ["Check", "State", "checkup", "examine"]
 _FAILED = 1
+_COLUMNS = 100  # where no terminal bounds them
 
 
 def checkup() -> list[Check]:
@@ -47,7 +50,13 @@ def examine(write: Callable[[str], object], *, as_json: bool) -> int:
         write(json.dumps({"ok": not broken, "checks": [check.to_dict() for check in found]}))
         return _FAILED if broken else 0
     width = max(len(check.name) for check in found)
+    indent = " " * (width + 11)
+    columns = max(shutil.get_terminal_size((_COLUMNS, 1)).columns, 2 * len(indent))
     for check in found:
-        remedy = f"\n{'':{width + 11}}{check.remedy}" if check.remedy else ""
-        write(f"{check.state:7}  {check.name:{width}}  {check.found}{remedy}")
+        for number, text in enumerate(filter(None, (check.found, check.remedy))):
+            head = indent if number else f"{check.state:7}  {check.name:{width}}  "
+            write(textwrap.fill(
+                text, columns, initial_indent=head, subsequent_indent=indent,
+                break_long_words=False, break_on_hyphens=False,
+            ))  # fmt: skip
     return _FAILED if broken else 0
