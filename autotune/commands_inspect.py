@@ -83,10 +83,14 @@ def inspect(
 
 def _inspected(work: Sequence[Item], arch: int, jobs: int | None) -> list[LaunchRow]:
     from autotune.inspect import inspect as inspect_launches
+    from autotune.workers import Stopped
 
     require_compiler()
     with counting("compile", len(work)) as advance:
-        return inspect_launches(work, arch=arch, advance=advance, jobs=jobs)
+        try:
+            return inspect_launches(work, arch=arch, advance=advance, jobs=jobs)
+        except Stopped as error:
+            raise click.ClickException(str(error)) from error
 
 
 def _refuse_unsound(rows: Sequence[LaunchRow]) -> None:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 
@@ -14,6 +11,8 @@ import triton
 
 from autotune.search import lookups
 from autotune.static import LaunchFigures, figures
+from autotune.trials import COMPILE_ERRORS, stopped
+from autotune.workers import work_through
 from ftkernels import KernelSpec, registry, target
 from ftkernels.offline import Compiled, compile_launches
 from ftkernels.spec import Case
@@ -92,39 +91,45 @@ def inspect(
 
     Args:
         arch: compute capability times ten.
-        advance: told the name of the op after each case.
+        advance: told the name of the op after each case, in any order.
         jobs: processes that compile, None for one a core; with 1 this process does.
 
     Returns:
         The rows of every case, in the order of `work`.
 
     Raises:
-        RuntimeError: kernels are interpreted in this process.
+        Stopped: the compiler or the machine failed.
         ValueError: no facts are known for `arch`, or an op claims more work than it does.
     """
-    rows: list[LaunchRow] = []
-    for item, found in zip(work, _compiled(work, arch, jobs or os.cpu_count() or 1), strict=True):
-        rows += found
-        advance(item.op)
-    return rows
+    rows: dict[int, list[LaunchRow]] = {}
+
+    def done(job: _Job, found: list[LaunchRow]) -> None:
+        rows[job.index] = found
+        advance(job.item.op)
+
+    items = [_Job(index, item, arch) for index, item in enumerate(work)]
+    work_through(items, _compiled, done, num_workers=jobs or os.cpu_count() or 1, name=str)
+    return [row for index in range(len(work)) for row in rows[index]]
 
 
-def _compiled(work: Sequence[Item], arch: int, jobs: int) -> Iterator[list[LaunchRow]]:
-    arches = [arch] * len(work)
-    if jobs == 1 or len(work) < 2:
-        yield from map(rows_of, work, arches)
-        return
-    # a capture patches the driver of its whole process
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(jobs, mp_context=context, initializer=_ignore_interrupts) as pool:
-        try:
-            yield from pool.map(rows_of, work, arches)
-        finally:
-            pool.shutdown(cancel_futures=True)
+@dataclass(frozen=True)
+class _Job:
+    """An item and its place."""
+
+    index: int
+    item: Item
+    arch: int
+
+    def __str__(self) -> str:
+        sizes = " ".join(f"{name}={value}" for name, value in self.item.case.items())
+        return f"{self.item.op} ({sizes})"
 
 
-def _ignore_interrupts() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the command ends its workers itself
+def _compiled(job: _Job) -> list[LaunchRow]:
+    try:
+        return rows_of(job.item, job.arch)
+    except COMPILE_ERRORS as error:
+        raise stopped(str(job), error) from None
 
 
 def rows_of(item: Item, arch: int) -> list[LaunchRow]:

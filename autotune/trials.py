@@ -30,6 +30,7 @@ from ftkernels.spec import Case
 from ftkernels.testing import sass
 
 SCHEMA = 3
+COMPILE_ERRORS = (OSError, MemoryError, RuntimeError, TritonError, subprocess.SubprocessError)
 Score = Callable[[KernelSpec, Case, Sequence[Compiled]], float]
 # ptxas names errors of its input so; a crash on an input is one too
 _PTXAS_VERDICT = re.compile(r"^ptxas .*\berror\s*:|raised SIGSEGV|error code -(?:6|11)\b", re.M)
@@ -84,13 +85,16 @@ def attempt(job: Job) -> Trial:
         with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return _attempt(job)
-    except (
-        OSError, MemoryError, RuntimeError, TritonError, subprocess.SubprocessError
-    ) as error:  # fmt: skip
+    except COMPILE_ERRORS as error:
         if _is_verdict(error):
             return Trial(error="does not compile")
-        said = str(error).strip().splitlines() or [""]
-        raise Stopped(f"{job} cannot be compiled: {type(error).__name__}: {said[0]}") from None
+        raise stopped(str(job), error) from None
+
+
+def stopped(what: str, error: BaseException) -> Stopped:
+    """That something cannot be compiled, and the first line of why."""
+    said = str(error).strip().splitlines() or [""]
+    return Stopped(f"{what} cannot be compiled: {type(error).__name__}: {said[0]}")
 
 
 def _attempt(job: Job) -> Trial:
