@@ -3,7 +3,7 @@
 Mutants tried: half a line taken for damage or left, damage taken for a result, a head that is not
 needed or not written, trials without a head refused, a file rewritten, types or bounds of a field
 not looked at, a result without times taken, a disk that is full unnoticed, two states of a file,
-a glance that keeps or that needs the file for itself, a name that is too long raised.
+a glance that keeps or that needs the file for itself.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Mutants tried: entries in the order they came, stale ones kept, measured ones ov
 modelled ones and the reverse, modelled ones taken first, versions not taken from old entries, old
 entries gone with their first version, a file written in place, no lock, read before the lock, the
 half file left behind, damaged files written anew, half entries merged, a true schema taken for 1,
-what killed writers left let be, that of running ones gone, other files gone.
+what killed writers left let be, that of running ones gone.
 """
 
 from __future__ import annotations
