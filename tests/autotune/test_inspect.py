@@ -1,7 +1,7 @@
 """How `inspect` gets its rows: through the tuner's workers, in the order of the work.
 
-Mutants tried: rows in the order in which they come, ops told in the order of the work, errors of
-the compiler or of a killed worker let through, a pool of its own.
+Mutants tried: rows in the order in which they come, errors of the compiler let through, a machine
+that failed let through by the command, the first item alone done.
 """
 
 from __future__ import annotations
