@@ -11,8 +11,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 # a runner of tests may say 80 columns; commands under test print into pipes
-for name in ("COLUMNS", "LINES"):
-    os.environ.pop(name, None)
+os.environ.pop("COLUMNS", None)
+os.environ.pop("LINES", None)
 
 from collections.abc import Callable, Iterator
 from typing import Any
