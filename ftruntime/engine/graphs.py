@@ -156,10 +156,11 @@ class GraphPool:
         Raises:
             RuntimeError: the device refuses; in one sentence.
         """
+        if not self._sizes:
+            return
         start = time.monotonic()
-        graphs = self._graphs or (CudaGraphs() if self._sizes else None)
+        graphs = self._graphs or CudaGraphs()
         for size in reversed(self._sizes):
-            assert graphs is not None
             batch = self._builder.fixed(size)
             self._builder.refill(batch, self._padding)
             # what is launched first must not be launched while a stream is captured
@@ -171,11 +172,10 @@ class GraphPool:
                     f"a decode step of {size} rows cannot be captured ({error}); "
                     "--cuda-graph-max-bs 0 serves without CUDA graphs"
                 ) from error
-        if self._sizes:
-            _logger.info(
-                "decode steps captured rows=%s seconds=%.1f",
-                ",".join(map(str, self._sizes)), time.monotonic() - start,
-            )  # fmt: skip
+        _logger.info(
+            "decode steps captured rows=%s seconds=%.1f",
+            ",".join(map(str, self._sizes)), time.monotonic() - start,
+        )  # fmt: skip
 
     def _forward(self, batch: ForwardBatch) -> torch.Tensor:
         streams = self._model.embed(batch)

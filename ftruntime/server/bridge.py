@@ -69,6 +69,7 @@ class Bridge:
         self._start_message = messages.Start(dict(config), builder, log.level_name())
         self._env = dict(env or {})
         self._stall_timeout_s = stall_timeout_s
+        self._period_s = min(max(stall_timeout_s / 4, _POLL_MIN_S), _POLL_MAX_S)
         self._end_stalled = end_stalled
         self._link = EngineLink(self._receive, self._ended)
         self._watching: list[asyncio.Task[None]] = []
@@ -272,19 +273,18 @@ class Bridge:
 
     async def _watch(self) -> None:
         """Ask for stats again and again, so that `health` knows of a step that does not end."""
-        period_s = min(max(self._stall_timeout_s / 4, _POLL_MIN_S), _POLL_MAX_S)
         await self._settled.wait()
         with contextlib.suppress(EngineDeadError):
             while True:
                 self._asked_s = time.monotonic()
                 self._last_stats = await self._link.ask(messages.StatsQuery, None)
                 self._asked_s = None
-                await asyncio.sleep(period_s)
+                await asyncio.sleep(self._period_s)
 
     async def _look_for_stalls(self) -> None:
         await self._settled.wait()
         while self._link.end is None:
-            await asyncio.sleep(_POLL_MIN_S)
+            await asyncio.sleep(self._period_s)
             stall = self._stall(_DIAGNOSIS_S)
             if stall:
                 self._link.kill(f"{stall}: the ranks are ended")
