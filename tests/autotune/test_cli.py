@@ -21,9 +21,10 @@ import pytest
 import triton
 
 import ftkernels
-from autotune import cli, contract, inspect
+from autotune import contract, inspect
 from autotune.static import LaunchFigures, LoopFigures
 from ftkernels import backend, registry
+from tests.autotune.command import run
 
 ROOT = Path(__file__).parents[2]
 KEYS = [
@@ -40,10 +41,7 @@ def _run(capsys, *args: str) -> tuple[int, str, str]:
     # one process: what a test replaces is replaced there
     if args[:1] == ("inspect",) and "--jobs" not in args:
         args = (*args, "--jobs", "1")
-    with pytest.raises(SystemExit) as end:
-        cli.main(args)
-    out, err = capsys.readouterr()
-    return int(end.value.code or 0), out, err
+    return run(capsys, *args)
 
 
 _LOOP = LoopFigures(

@@ -13,18 +13,12 @@ import warnings
 import pytest
 import torch
 
-from autotune import cli, tune
+from autotune import tune
 from autotune.search import Choice
 from ftkernels import backend, config
+from tests.autotune.command import run
 
 GPU = "nvidia_geforce_rtx_4090"
-
-
-def _run(capsys, *args: str) -> tuple[int, str, str]:
-    with pytest.raises(SystemExit) as end:
-        cli.main(args)
-    out, err = capsys.readouterr()
-    return int(end.value.code or 0), out, err
 
 
 @pytest.fixture
@@ -45,7 +39,7 @@ def chosen(monkeypatch):
 def test_tune_writes_a_file_an_op_and_prints_a_table(chosen, tmp_path, monkeypatch, capsys):
     arguments = ["--out", str(tmp_path), "--state", str(tmp_path / "s"), "--jobs", "3"]
     monkeypatch.setenv("COLUMNS", "80")
-    code, out, err = _run(capsys, "tune", "swiglu_clamp", "rms_norm", "--tp", "8", *arguments)
+    code, out, err = run(capsys, "tune", "swiglu_clamp", "rms_norm", "--tp", "8", *arguments)
     assert code == 0, err
     data = json.loads((tmp_path / GPU / "swiglu_clamp.json").read_text())
     assert [x["key"] for x in data["entries"]] == [{"I": 256, "T": 4096}]
@@ -74,12 +68,12 @@ def test_stale_entries_are_no_warning(chosen, tmp_path, monkeypatch, capsys):
     config.forget()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert _run(capsys, "tune", "swiglu_clamp", "--dry-run")[0] == 0
+        assert run(capsys, "tune", "swiglu_clamp", "--dry-run")[0] == 0
     config.forget()
 
 
 def test_a_dry_run_searches_nothing(chosen, tmp_path, capsys):
-    code, out, _ = _run(capsys, "tune", "swiglu_clamp", "--dry-run", "--out", str(tmp_path))
+    code, out, _ = run(capsys, "tune", "swiglu_clamp", "--dry-run", "--out", str(tmp_path))
     assert (code, chosen, list(tmp_path.iterdir())) == (0, [], [])
     assert "I=2048 T=4096" in out
     assert out.splitlines()[-1].split() == ["all", "2", "keys", "18"]
@@ -87,7 +81,7 @@ def test_a_dry_run_searches_nothing(chosen, tmp_path, capsys):
 
 def test_other_arches_have_their_own_folder(chosen, tmp_path, capsys):
     arguments = ["--out", str(tmp_path), "--state", str(tmp_path / "s"), "--arch", "90"]
-    assert _run(capsys, "tune", "swiglu_clamp", *arguments)[0] == 0
+    assert run(capsys, "tune", "swiglu_clamp", *arguments)[0] == 0
     assert (tmp_path / "nvidia_h200" / "swiglu_clamp.json").exists()
     assert chosen[0].arch == 90
 
@@ -95,7 +89,7 @@ def test_other_arches_have_their_own_folder(chosen, tmp_path, capsys):
 def test_keys_without_a_sound_config_fail(chosen, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(tune, "search", lambda found, setup: [None for _ in found])
     arguments = ["--out", str(tmp_path), "--state", str(tmp_path / "s")]
-    code, _, err = _run(capsys, "tune", "swiglu_clamp", *arguments)
+    code, _, err = run(capsys, "tune", "swiglu_clamp", *arguments)
     assert code == 1
     assert err.splitlines()[-1] == (
         "ft-autotune: 2 keys have no sound config, not even the default"
@@ -105,7 +99,7 @@ def test_keys_without_a_sound_config_fail(chosen, tmp_path, monkeypatch, capsys)
 def test_a_folder_that_cannot_be_written_is_one_sentence(chosen, tmp_path, capsys):
     (tmp_path / GPU).write_text("a file in the way")
     arguments = ["--out", str(tmp_path), "--state", str(tmp_path / "s")]
-    code, _, err = _run(capsys, "tune", "swiglu_clamp", *arguments)
+    code, _, err = run(capsys, "tune", "swiglu_clamp", *arguments)
     assert code == 1
     said = err.strip()
     assert said.startswith(f"ft-autotune: --out is {tmp_path}, expected a folder that can be")
@@ -118,7 +112,7 @@ def test_a_damaged_file_of_entries_is_refused_before_the_search(chosen, tmp_path
     path.parent.mkdir()
     path.write_text("{")
     arguments = ["--out", str(tmp_path), "--state", str(tmp_path / "s")]
-    code, _, err = _run(capsys, "tune", "swiglu_clamp", *arguments)
+    code, _, err = run(capsys, "tune", "swiglu_clamp", *arguments)
     assert (code, chosen, path.read_text()) == (1, [], "{")
     assert err.startswith(f"ft-autotune: config file {path}")
     assert err.count("\n") == 1
@@ -128,7 +122,7 @@ def test_a_file_of_something_else_is_refused_as_state(chosen, tmp_path, capsys):
     state = tmp_path / "notes.txt"
     state.write_text("{\n")
     arguments = ["--out", str(tmp_path), "--state", str(state)]
-    code, _, err = _run(capsys, "tune", "swiglu_clamp", *arguments)
+    code, _, err = run(capsys, "tune", "swiglu_clamp", *arguments)
     assert code == 2
     expected = f"--state is {state}, expected a file that ft-autotune wrote"
     assert err.strip() == f"ft-autotune: {expected}"
@@ -152,7 +146,7 @@ def test_a_file_of_something_else_is_refused_as_state(chosen, tmp_path, capsys):
     ids=str,
 )
 def test_wrong_command_lines_exit_2_with_one_sentence(args, sentence, capsys):
-    code, out, err = _run(capsys, *args)
+    code, out, err = run(capsys, *args)
     assert (code, out) == (2, "")
     assert err.startswith(f"ft-autotune: {sentence}")
     assert err.count("\n") == 1
@@ -161,7 +155,7 @@ def test_wrong_command_lines_exit_2_with_one_sentence(args, sentence, capsys):
 @pytest.mark.parametrize("command", ["tune", "report"])
 def test_interpreted_processes_are_refused(command, monkeypatch, capsys):
     monkeypatch.setattr(backend, "interpreted", lambda: True)
-    code, _, err = _run(capsys, command, "rms_norm")
+    code, _, err = run(capsys, command, "rms_norm")
     assert code == 1
     assert err == "ft-autotune: TRITON_INTERPRET is on, expected a process without it\n"
 
@@ -179,7 +173,7 @@ class FakeCuda:
 
 def test_an_older_card_gets_one_sentence(chosen, monkeypatch, capsys):
     FakeCuda(monkeypatch, (8, 6))
-    code, _, err = _run(capsys, "tune", "swiglu_clamp")
+    code, _, err = run(capsys, "tune", "swiglu_clamp")
     assert code == 1
     assert err == (
         "ft-autotune: the card is NVIDIA Some Card of capability 8.6, expected 8.9, 9.0, 12.0; "
@@ -191,6 +185,6 @@ def test_an_older_card_gets_one_sentence(chosen, monkeypatch, capsys):
 def test_a_card_of_another_arch_measures_nothing(chosen, tmp_path, monkeypatch, capsys):
     FakeCuda(monkeypatch, (8, 6))
     arguments = ["--out", str(tmp_path), "--state", str(tmp_path / "s"), "--arch", "89"]
-    code, out, _ = _run(capsys, "tune", "swiglu_clamp", *arguments)
+    code, out, _ = run(capsys, "tune", "swiglu_clamp", *arguments)
     assert code == 0
     assert "modelled" in out

@@ -19,8 +19,9 @@ import torch
 import triton
 
 import ftkernels
-from autotune import cli, entries, search, verify
+from autotune import entries, search, verify
 from ftkernels import backend, config
+from tests.autotune.command import run
 from tests.autotune.toy import ENTRY, HOST, TOY
 
 GPU = "nvidia_geforce_rtx_4090"
@@ -29,13 +30,6 @@ REST = [{**ENTRY, "key": {"I": 128, "T": 1}}, {**ENTRY, "key": {"I": 16, "T": 51
 needs_compiler = pytest.mark.skipif(
     backend.interpreted(), reason="offline compiles need a process without TRITON_INTERPRET"
 )
-
-
-def _run(capsys, *args: str) -> tuple[int, str, str]:
-    with pytest.raises(SystemExit) as end:
-        cli.main(args)
-    out, err = capsys.readouterr()
-    return int(end.value.code or 0), out, err
 
 
 @pytest.fixture
@@ -58,8 +52,8 @@ def _write(folder: Path, *found: object, op: str = "toy") -> None:
 
 def test_good_entries_pass(folder, capsys):
     _write(folder, ENTRY, SMALL, *REST)
-    assert _run(capsys, "verify")[:2] == (0, "4 entries looked up, 4 run by value, 0 failed\n")
-    assert _run(capsys, "verify", "--quick")[:2] == (
+    assert run(capsys, "verify")[:2] == (0, "4 entries looked up, 4 run by value, 0 failed\n")
+    assert run(capsys, "verify", "--quick")[:2] == (
         0, "1 entry looked up, 1 run by value, 0 failed\n"
     )  # fmt: skip
 
@@ -70,7 +64,7 @@ def test_what_is_wrong_is_listed_and_counted(folder, capsys):
     _write(folder, ENTRY, {**SMALL, "triton": "3.1"}, stray, 7, REST[0])
     (folder / "other.json").touch()
     (folder / ".toy.json.12").touch()
-    code, out, err = _run(capsys, "verify")
+    code, out, err = run(capsys, "verify")
     minor = ".".join(triton.__version__.split(".")[:2])
     assert code == 1
     assert out.splitlines() == [
@@ -89,14 +83,14 @@ def test_what_is_wrong_is_listed_and_counted(folder, capsys):
 def test_a_folder_without_files_is_one_sentence(arch, folder, capsys):
     """That of another card is missing, that of this one empty."""
     where, how = (folder, "empty") if arch == "89" else (folder.parent / "nvidia_h200", "missing")
-    code, out, err = _run(capsys, "verify", "--arch", arch)
+    code, out, err = run(capsys, "verify", "--arch", arch)
     assert (code, out) == (1, "")
     assert err == f"ft-autotune: config folder {where} is {how}, expected a file for each op\n"
 
 
 def test_an_op_that_has_a_choice_has_a_file_of_entries(folder, capsys):
     _write(folder, op="host")
-    code, out, _ = _run(capsys, "verify")
+    code, out, _ = run(capsys, "verify")
     assert code == 1
     assert out.splitlines()[:2] == [
         "toy.json: missing, expected what `ft-autotune tune toy` writes",
@@ -104,11 +98,11 @@ def test_an_op_that_has_a_choice_has_a_file_of_entries(folder, capsys):
     ]
     (folder / "host.json").unlink()
     _write(folder)
-    code, out, _ = _run(capsys, "verify")
+    code, out, _ = run(capsys, "verify")
     assert (code, out.splitlines()[0]) == (1, "toy.json: no entries")
     (folder / "toy.json").rename(folder / "host.json")
     _write(folder, *REST, op="host")
-    assert "toy.json" not in _run(capsys, "verify", "host")[1]
+    assert "toy.json" not in run(capsys, "verify", "host")[1]
 
 
 def test_entries_of_another_folder_are_what_lookups_find(folder, tmp_path, capsys):
@@ -117,16 +111,16 @@ def test_entries_of_another_folder_are_what_lookups_find(folder, tmp_path, capsy
     out_dir = tmp_path / "elsewhere" / GPU
     out_dir.mkdir(parents=True)
     where = ("--out", str(out_dir.parent))
-    code, _, err = _run(capsys, "verify", *where)
+    code, _, err = run(capsys, "verify", *where)
     assert (code, err.strip()) == (1, f"ft-autotune: config folder {out_dir} is empty, expected a "
                                       "file for each op")  # fmt: skip
     _write(out_dir, ENTRY)
-    assert _run(capsys, "verify", *where)[:2] == (
+    assert run(capsys, "verify", *where)[:2] == (
         0, "1 entry looked up, 1 run by value, 0 failed\n"
     )  # fmt: skip
     (out_dir / "toy.json").rename(out_dir / "host.json")
-    assert "toy.json: missing" not in _run(capsys, "verify", *where)[1]
-    assert "toy.json: missing" in _run(capsys, "verify", "toy", *where)[1]
+    assert "toy.json: missing" not in run(capsys, "verify", *where)[1]
+    assert "toy.json: missing" in run(capsys, "verify", "toy", *where)[1]
 
 
 def test_verify_interprets_without_a_card(folder, monkeypatch, capsys):
@@ -140,12 +134,12 @@ def test_verify_interprets_without_a_card(folder, monkeypatch, capsys):
     monkeypatch.setattr(backend, "interpreted", lambda: False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(os, "execve", become)
-    assert _run(capsys, "verify", "toy", "--quick")[0] == 3
+    assert run(capsys, "verify", "toy", "--quick")[0] == 3
     ((path, command, env),) = ran
     expected = [sys.executable, "-m", "autotune", "verify", "toy", "--arch", "89", "--quick"]
     assert (path, command) == (sys.executable, expected)
     assert env == {**os.environ, **backend.interpreting()}
-    assert _run(capsys, "verify", "toy", "--out", "here")[0] == 3
+    assert run(capsys, "verify", "toy", "--out", "here")[0] == 3
     assert ran[1][1][4:] == ["toy", "--arch", "89", "--out", "here"]
 
 
@@ -166,7 +160,7 @@ def test_report_shows_an_entry_beside_its_default(tmp_path, monkeypatch, capsys)
     path.write_text(json.dumps({**head, "entries": [{"key": 3}, entry]}))
     monkeypatch.setattr(Path, "home", lambda: tmp_path)
     options = ("--jobs", "1", "--out", str(tmp_path))
-    code, out, err = _run(capsys, "report", "adjust_logits", *options, "--json")
+    code, out, err = run(capsys, "report", "adjust_logits", *options, "--json")
     assert code == 1
     assert err.splitlines()[-2:] == [
         "ft-autotune: adjust_logits.json: entry 1: ignored for a damaged key",
@@ -181,12 +175,12 @@ def test_report_shows_an_entry_beside_its_default(tmp_path, monkeypatch, capsys)
     assert row["after"]["registers"] > 0
 
     path.write_text(json.dumps({**head, "entries": [{**entry, "default_us": None}]}))
-    code, out, _ = _run(capsys, "report", "adjust_logits", *options)
+    code, out, _ = run(capsys, "report", "adjust_logits", *options)
     assert code == 0
     assert "block_n 128 -> 64, num_warps 4 -> 2" in out
     assert "- -> 1.5" in out
     assert max(map(len, out.splitlines())) <= 100
 
-    code, _, err = _run(capsys, "report", "adjust_logits", "--out", str(tmp_path / "none"))
+    code, _, err = run(capsys, "report", "adjust_logits", "--out", str(tmp_path / "none"))
     assert (code, err) == (1, f"ft-autotune: config folder {tmp_path / 'none' / GPU} is missing, "
                               "expected a file for each op\n")  # fmt: skip
