@@ -1,7 +1,8 @@
 """One tensor-parallel rank of a process group, over torch.distributed.
 
 Rank 0 decides and tells the others by small messages; sums of tensors go through a group of their
-own, whose timeout ends a run in which a rank hangs. NCCL carries them between cards, gloo on CPU.
+own, NCCL's between cards, gloo's on CPU. Sums and what rank 0 tells have a timeout, which ends a
+run in which a rank hangs.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class TensorParallel:
 
         Args:
             device: "cpu" or "cuda".
-            timeout_s: of the meeting and of every sum.
+            timeout_s: of the meeting, of every sum and of every message to the other ranks.
             store: rank 0's own, when it was made before the others were started.
 
         Raises:
@@ -54,6 +55,10 @@ class TensorParallel:
             )
             self._group = dist.new_group(
                 backend="nccl" if device == "cuda" else "gloo", timeout=timeout
+            )
+            # each rank's own side of it waits that long
+            self._messages = dist.new_group(
+                backend="gloo", timeout=_WAIT_FOR_PLANS if self.rank else timeout
             )
         except RuntimeError as error:
             raise EngineFailedError(
@@ -131,7 +136,7 @@ class TensorParallel:
 
     def _broadcast(self, box: list[object]) -> None:
         try:
-            dist.broadcast_object_list(box, src=0)
+            dist.broadcast_object_list(box, src=0, group=self._messages)
         except RuntimeError as error:
             raise self._lost(error) from error
 

@@ -52,6 +52,13 @@ def expect_end(live: Live, pids: tuple[int, ...], within_s: float, sentence: str
     assert "Traceback" not in live.log()
 
 
+def expect_failed(stream: Stream) -> None:
+    """Before the first event the answer is an error as a whole."""
+    stream.join(5)
+    codes = {error["code"] for error in stream.errors}
+    assert (stream.status, codes) in [(503, set()), (200, {"engine_dead"})]
+
+
 SENTENCES = {0: "the engine process ended", 1: "rank 1 of 2 ended by signal 9"}
 PHASES = ("starting", "loading", "prefilling", "decoding", "idle")
 MATRIX = [(phase, rank) for phase in PHASES for rank in (0, 1)]
@@ -98,10 +105,7 @@ def test_a_killed_rank_ends_the_server_in_any_phase(
     os.kill(pids[rank], signal.SIGKILL)
     expect_end(live, pids, 10, SENTENCES[rank])
     if stream is not None:
-        stream.join(5)
-        # before the first token the answer is an error as a whole
-        codes = {error["code"] for error in stream.errors}
-        assert (stream.status, codes) in [(503, set()), (200, {"engine_dead"})]
+        expect_failed(stream)
     with launcher.serving(*FLAGS, port=live.port) as again:
         assert again.complete("Hello", 4)["finish_reason"] == "length"
 
@@ -114,15 +118,29 @@ def test_a_rank_that_is_lost_ends_the_server(launcher: Launcher) -> None:
     os.kill(pids[1], signal.SIGKILL)
     expect_end(live, pids, 10, "rank 1 of 2 ended by signal 9")
 
-    again = launcher.spawn(*FLAGS, port=live.port)
-    again.wait_ready()
-    pids = processes(again)
-    stream = Stream(again, greedy("Hello", 1500))
-    stream.wait_events(3)
-    os.kill(pids[1], signal.SIGSTOP)
-    expect_end(again, pids, 25, "rank 1 of 2 is stopped")
-    stream.join(5)
-    assert stream.errors[0]["code"] == "engine_dead"
+    with launcher.serving(*FLAGS, port=live.port) as again:
+        assert again.complete("Hello", 4)["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize("busy", [True, False])
+def test_a_rank_that_is_stopped_ends_the_server(launcher: Launcher, busy: bool) -> None:
+    """In a sum, or before rank 0 tells it of a step.
+
+    Fails when messages wait as long as an idle rank does.
+    """
+    live = launcher.spawn(*FLAGS)
+    live.wait_ready()
+    pids = processes(live)
+    launcher.also_kill(pids)
+    if busy:
+        stream = Stream(live, greedy("Hello", 1500))
+        stream.wait_events(3)
+        os.kill(pids[1], signal.SIGSTOP)
+    else:
+        os.kill(pids[1], signal.SIGSTOP)
+        stream = Stream(live, greedy("Hello", 1500))
+    expect_end(live, pids, 25, "rank 1 of 2 is stopped")
+    expect_failed(stream)
 
 
 def test_rank_0_that_is_stopped_ends_the_server(launcher: Launcher) -> None:
