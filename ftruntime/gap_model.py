@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from ftruntime.model.config import ModelConfig
-from ftruntime.step_model import RTX_4090, StepModel
+from ftruntime.step_model import StepModel, step_model
 from ftruntime.types import PAGE_TOKENS
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def decode_gap(config: RuntimeConfig, shape: ModelConfig, plan: Plan) -> DecodeG
     cannot hold where the smallest piece of prefill and a decode step take longer; what N chunks or
     a layer slice come to is then left.
     """
-    gap_ms, model = config.max_decode_gap_ms, _step_model(config, shape, plan)
+    gap_ms, model = config.max_decode_gap_ms, step_model(config, shape, plan)
     by_work = _bound_by_work(config, shape, plan, model)
     if gap_ms is None:
         return by_work
@@ -59,13 +59,6 @@ def decode_gap(config: RuntimeConfig, shape: ModelConfig, plan: Plan) -> DecodeG
         f"{1e3 * smallest_s:.1f} ms; pieces of prefill then grow with the wait of the oldest prompt"
     )
     return replace(by_work, warning=warning)
-
-
-def _step_model(config: RuntimeConfig, shape: ModelConfig, plan: Plan) -> StepModel | None:
-    """None where no step is modelled, as in `step_model.modelled`."""
-    if plan.kind != "cuda" or config.numerics == "exact" or not plan.fits:
-        return None
-    return StepModel(config, shape, plan, RTX_4090)
 
 
 def _bound_by_work(

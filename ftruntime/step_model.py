@@ -19,7 +19,7 @@ halves it hides behind what the other half computes, and weights are read twice;
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Final
@@ -120,14 +120,13 @@ def modelled(
     config: RuntimeConfig, shape: ModelConfig, plan: Plan, card: Card = RTX_4090
 ) -> dict[str, object] | None:
     """Steps of a plan for `inspect`: decode of one row and of all, and the largest chunk, which
-    ends where the decode rows stand. None without cards, under ``exact``, which no kernel is
-    made for, and for a plan that does not fit.
+    ends where the decode rows stand. None as of `step_model`.
     """
-    if plan.kind != "cuda" or config.numerics == "exact" or not plan.fits:
+    model = step_model(config, shape, plan, card)
+    if model is None:
         return None
     share = plan.expert_slots / plan.num_experts
     context = min(plan.max_model_len, _CONTEXT_TOKENS)
-    model = StepModel(config, shape, plan, card)
     chunk = min(plan.chunk_tokens, context)
     return {
         "card": card.name,
@@ -145,6 +144,17 @@ def modelled(
             "prefill": model.prefill(chunk, context).to_dict(),
         },
     }
+
+
+def step_model(
+    config: RuntimeConfig, shape: ModelConfig, plan: Plan, card: Card = RTX_4090
+) -> StepModel | None:
+    """None without cards, under ``exact``, which no kernel is made for, and for a plan that does
+    not fit.
+    """
+    if plan.kind != "cuda" or config.numerics == "exact" or not plan.fits:
+        return None
+    return StepModel(config, shape, plan, card)
 
 
 def hit_rate(share: float) -> float:
@@ -169,8 +179,11 @@ class StepModel:
 
     def decode(self, rows: int, context: int) -> StepTime:
         """One token for each of ``rows`` sequences of ``context`` tokens."""
-        read = rows * self._kv_bytes(context, picks=self._shape.index_topk)
-        return self._step(rows, rows, context - 1, 1 - self.hit_rate(rows), read)
+        return self.step([(1, context - 1)] * rows, decode=True)
+
+    def prefill(self, tokens: int, context: int) -> StepTime:
+        """A chunk whose last token is number ``context`` of its prompt."""
+        return self.step([(tokens, context - tokens)], decode=False)
 
     def hit_rate(self, rows: int) -> float:
         """Of the distinct experts of a decode step: the simulated one of a single row, falling to
@@ -180,32 +193,30 @@ class StepModel:
         kept = (every - touched) / (every - one) if every > one else 1.0
         return self._share + kept * (hit_rate(self._share) - self._share)
 
-    def prefill(self, tokens: int, context: int) -> StepTime:
-        """A chunk whose last token is number ``context`` of its prompt; what is not resident of the
-        experts it touches crosses the bus.
+    def step(self, parts: Sequence[tuple[int, int]], *, decode: bool) -> StepTime:
+        """One step of sequences ``(tokens, tokens before them)``. Of the experts that a chunk
+        touches, what is not resident crosses the bus.
         """
-        read = self._kv_bytes(context, picks=context)
-        halves = self._in_halves and tokens >= 2 * LEAST_HALF
-        return self._step(tokens, 1, context - 1 - tokens // 2, 1 - self._share, read, halves)
-
-    def _step(
-        self, tokens: int, rows: int, position: int, missing: float, kv_bytes: int,
-        halves: bool = False,
-    ) -> StepTime:  # fmt: skip
-        """``rows``: of logits; ``position``: of the mean query; ``missing``: share of the touched
-        experts."""
         shape, card = self._shape, self._card
-        layers = shape.num_hidden_layers
+        layers, tokens = shape.num_hidden_layers, sum(count for count, _ in parts)
+        halves = not decode and self._in_halves and tokens >= 2 * LEAST_HALF
+        missing = 1 - (self.hit_rate(len(parts)) if decode else self._share)
         touched = layers * experts_touched(shape, tokens) * self._expert
         # two sites a layer read and write all streams
         streams = 2 * 2 * layers * tokens * shape.hc_mult * shape.hidden_size * 2
-        read = (self._dense + touched) * (2 if halves else 1) + kv_bytes + streams
+        rows = sum(
+            self._kv_bytes(start + count, picks=shape.index_topk if decode else start + count)
+            for count, start in parts
+        )
+        read = (self._dense + touched) * (2 if halves else 1) + rows + streams
+        # a part's mean query stands for all of them
+        products_s = sum(n * self._token_s(start + n - 1 - n // 2) for n, start in parts)
         return StepTime(
             tokens=tokens,
             layers=layers,
             bus_s=missing * touched / card.link_bytes,
             memory_s=read / card.memory_bytes,
-            compute_s=tokens * self._token_s(position) + rows * self._head_s(),
+            compute_s=products_s + len(parts) * self._head_s(),
             all_reduce_s=self._all_reduce_s(tokens, calls=2 if halves else 1),
             halves=halves,
         )

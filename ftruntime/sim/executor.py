@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ftruntime.sim.clock import VirtualClock
-from ftruntime.sim.cost import StepCost, StepNoise
+from ftruntime.sim.cost import Cost, StepNoise
 from ftruntime.types import SeqPlan, SeqResult, StepPlan, StepResult
 
 _TOKEN_ID = 0
@@ -28,7 +28,7 @@ class SimExecutor:
     """
 
     def __init__(
-        self, clock: VirtualClock, cost: StepCost, num_layers: int, noise: StepNoise | None = None
+        self, clock: VirtualClock, cost: Cost, num_layers: int, noise: StepNoise | None = None
     ) -> None:
         """
         Args:

@@ -15,9 +15,10 @@ from ftruntime.inspect import shape_of
 from ftruntime.kvcache.layout import pages_for
 from ftruntime.options import read_config
 from ftruntime.plan import DeviceFacts, Plan, resolve
-from ftruntime.sim.cost import SEED_COST, StepCost
+from ftruntime.sim.cost import MODELLED, SEED_COST, Cost, ModelledCost, StepCost
 from ftruntime.sim.run import Arrival
 from ftruntime.sim.workload import MAX_TOKENS, StallSpec, TraceSpec, make_trace, read_trace
+from ftruntime.step_model import StepModel, step_model
 from ftruntime.types import PAGE_TOKENS, SchedulerLimits
 
 SEED_FLAGS: Final[Mapping[str, object]] = {
@@ -81,7 +82,9 @@ _OPTIONS: Final[Mapping[str, FlagSpec]] = {
     ),
     "cost": FlagSpec(
         kind="str", default=str(SEED_COST),
-        help="Seconds a,b,d,decode: a prefill step of c tokens at context x costs a + c*(b + d*x).",
+        help="Seconds a,b,d,decode: a prefill step of c tokens at context x costs a + c*(b + d*x). "
+        "Or the steps that `inspect` models for the plan: sum, nothing overlaps; overlapped, "
+        "everything does that can.",
     ),
     "noise": FlagSpec(
         kind="float", default=0.0, low=0, high=1, high_open=True,
@@ -108,7 +111,7 @@ class Experiment:
     plan: Plan
     configs: tuple[RuntimeConfig, ...]  # equal but for their policies
     limits: tuple[SchedulerLimits, ...]  # of each config
-    cost: StepCost
+    cost: Cost
     noise: float  # share of a step's cost
     seed: int  # of the noise
     stall: StallSpec
@@ -121,8 +124,7 @@ class Experiment:
         config, victims = self.configs[0], self.stall.num_victims
         text = (
             f"simulated, nothing was timed: {config.model} on {self.plan.ranks} x 24 GiB, chunks "
-            f"of {self.plan.chunk_tokens} tokens, step cost {self.cost} s (whatever the other "
-            "flags)"
+            f"of {self.plan.chunk_tokens} tokens, {self.cost.words}"
         )
         if self.noise:
             text += f" times factors in [{1 - self.noise:g}, {1 + self.noise:g}], seed {self.seed}"
@@ -166,7 +168,7 @@ def prepare(params: Mapping[str, str | bool | None]) -> Experiment:
     values = _read(params)
     serve_flags = read_config(params, None)
     config = _config(serve_flags)
-    cost = StepCost.parse(str(values["cost"]))
+    numbers = None if values["cost"] in MODELLED else StepCost.parse(str(values["cost"]))
     configs = _policies(config, cast("str | None", values["table"]))
     arrivals = _arrivals(values, traced=_is_traced(params))
     plot = None if values["plot"] is None else Path(str(values["plot"]))
@@ -181,6 +183,7 @@ def prepare(params: Mapping[str, str | bool | None]) -> Experiment:
     facts = DeviceFacts(kind="cuda", cards=ranks, memory_bytes=_CARD_BYTES)
     plan = resolve(unbounded, shape, facts)
     limits = tuple(plan.scheduler_limits(each, shape) for each in configs)
+    cost = numbers or _modelled(str(values["cost"]), step_model(unbounded, shape, plan))
     stall = StallSpec(
         int(values["victims"] or 0), int(values["victim_tokens"] or 0),
         int(values["prompt_tokens"] or 0), float(values["attack_after"] or 0.0),
@@ -190,6 +193,12 @@ def prepare(params: Mapping[str, str | bool | None]) -> Experiment:
         _check_in_time(stall, cost, float(values["noise"] or 0.0))
     noise, seed = float(values["noise"] or 0.0), int(values["seed"] or 0)
     return Experiment(plan, configs, limits, cost, noise, seed, stall, arrivals, plot)
+
+
+def _modelled(total: str, model: StepModel | None) -> Cost:
+    if model is None:
+        refuse("cost", total, "four numbers with --numerics exact, whose steps are not modelled")
+    return ModelledCost(model, "sum" if total == "sum" else "overlapped")
 
 
 def _read(params: Mapping[str, str | bool | None]) -> dict[str, FlagValue]:
@@ -217,7 +226,7 @@ def _is_traced(params: Mapping[str, str | bool | None]) -> bool:
     return bool(named - {"seed"} if params["noise"] is not None else named)
 
 
-def _check_together(stall: StallSpec, cost: StepCost, limits: SchedulerLimits) -> None:
+def _check_together(stall: StallSpec, cost: Cost, limits: SchedulerLimits) -> None:
     """Victims and attacker hold rows and pages at the same time; one that could never be served is
     left to the scheduler's own words.
 
@@ -247,9 +256,9 @@ def _check_together(stall: StallSpec, cost: StepCost, limits: SchedulerLimits) -
         )  # fmt: skip
 
 
-def _check_in_time(stall: StallSpec, cost: StepCost, noise: float) -> None:
+def _check_in_time(stall: StallSpec, cost: Cost, noise: float) -> None:
     """The attacker comes while the victims decode; with costless steps, at time 0."""
-    end_s = stall.victim_tokens * cost.decode_s * (1 + noise)
+    end_s = stall.victim_tokens * cost.first_decode_s(stall.num_victims) * (1 + noise)
     if stall.attack_after_s > 0 and stall.attack_after_s >= end_s:
         refuse(
             "attack_after", f"{stall.attack_after_s:g}",

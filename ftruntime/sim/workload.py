@@ -23,7 +23,7 @@ from pathlib import Path
 from random import Random
 
 from ftruntime.flags import refuse
-from ftruntime.sim.cost import StepCost
+from ftruntime.sim.cost import Cost
 from ftruntime.sim.run import Arrival
 from ftruntime.types import PAGE_TOKENS
 
@@ -73,7 +73,7 @@ class StallSpec:
     prompt_tokens: int
     attack_after_s: float
 
-    def arrivals(self, cost: StepCost, chunk_tokens: int) -> tuple[list[Arrival], Arrival]:
+    def arrivals(self, cost: Cost, chunk_tokens: int) -> tuple[list[Arrival], Arrival]:
         """Victims and attacker.
 
         The victims' own prompts, a page each or less where one chunk would not hold them all, are

@@ -276,6 +276,37 @@ def test_noise_of_a_trace(tmp_path):
     assert simulate(*words)["per_client"] != [client]
 
 
+@pytest.mark.parametrize("total", ["sum", "overlapped"])
+def test_the_steps_that_inspect_models(total):
+    words = ("--cost", total, "--victim-tokens", 20000, "--max-prefill-length", 2048)
+    result = CliRunner().invoke(cli.main, [
+        "inspect", "flash", "--json", "--tp", "8", "--cards", "8", "--moe-backend", "offload",
+        "--num-tokens", "327680", "--max-prefill-length", "2048",
+        "--swa-full-tokens-ratio", "0.12", "--max-running-requests", "50",
+    ])  # fmt: skip
+    (chunk_ms, tokens) = (
+        json.loads(result.stdout)["modelled"]["steps"]["prefill"][name]
+        for name in (f"{total}_ms", "tokens")
+    )
+    assert tokens == 2048
+    # a prompt of one chunk at the context that inspect prints takes the chunk's time longer than
+    # one that ends a chunk earlier
+    long, short = (
+        simulate(*words, "--prompt-tokens", prompt)["attacker_wall_s"]
+        for prompt in (32768, 32768 - 2048)
+    )
+    assert long - short == pytest.approx(chunk_ms / 1e3, rel=0.02)
+    assert "as `inspect` models them" in invoke(*words, "--prompt-tokens", 100).stdout
+
+
+def test_steps_that_are_not_modelled():
+    result = invoke("--cost", "sum", "--numerics", "exact")
+    assert result.exit_code == 2
+    assert result.stderr == (
+        "--cost is sum, expected four numbers with --numerics exact, whose steps are not modelled\n"
+    )
+
+
 def test_a_flag_replaces_the_one_of_its_group():
     assert simulate("--num-pages", 2560, "--prompt-tokens", 1000)["policy"]["chunk_tokens"] == 3456
 

@@ -2,7 +2,8 @@
 
 Mutants tried and seen red: context counted to the end of the part, the fixed cost paid once a
 prompt, a slice that costs a whole chunk, a negative or endless number let through, noise that only
-slows, and noise of half the share.
+slows, and noise of half the share; modelled steps that are decode where prefill is meant, of other
+contexts, of the first sequence only, or take the other total.
 """
 
 from __future__ import annotations
@@ -13,7 +14,10 @@ from statistics import fmean, pstdev
 
 import pytest
 
-from ftruntime.sim.cost import SEED_COST, StepCost, StepNoise
+from ftruntime.config import DeviceFacts, RuntimeConfig, resolve
+from ftruntime.model.config import builtin
+from ftruntime.sim.cost import SEED_COST, ModelledCost, StepCost, StepNoise
+from ftruntime.step_model import RTX_4090, StepModel
 from ftruntime.types import SeqPlan, StepKind, StepPlan
 
 COST = StepCost(2.0, 0.5, 0.25, 0.125)
@@ -54,6 +58,41 @@ def test_slices_add_up_to_their_chunk():
 
 def test_a_chunk_of_several_prompts():
     assert COST.prefill_s([(10, 0), (3, 8)]) == 2 + 10 * 0.5 + 3 * (0.5 + 0.25 * 8)
+
+
+@pytest.fixture(scope="module")
+def model() -> StepModel:
+    """The model of eight cards."""
+    config, flash = RuntimeConfig.from_flags(tp=8, moe_cache_rate=0.5), builtin("flash")
+    facts = DeviceFacts(kind="cuda", cards=8, memory_bytes=24 << 30)
+    return StepModel(config, flash, resolve(config, flash, facts), RTX_4090)
+
+
+def test_modelled_steps_are_those_of_inspect(model):
+    bare, hidden = ModelledCost(model, "sum"), ModelledCost(model, "overlapped")
+    chunk, rows = model.prefill(3000, 33000), model.decode(3, 901)
+    # two totals that differ by much
+    assert chunk.overlapped_s < 0.9 * chunk.sum_s
+    for cost, chunk_s, rows_s in (
+        (bare, chunk.sum_s, rows.sum_s), (hidden, chunk.overlapped_s, rows.overlapped_s),
+    ):  # fmt: skip
+        assert cost.step_s(plan_of((30000, 3000)), 4) == pytest.approx(chunk_s)
+        assert cost.step_s(plan_of((30000, 3000), layers=(1, 2)), 4) == pytest.approx(chunk_s / 4)
+        assert cost.prefill_s([(3000, 30000)]) == pytest.approx(chunk_s)
+        assert cost.step_s(plan_of(*[(900, 1)] * 3, kind="decode"), 4) == pytest.approx(rows_s)
+    assert hidden.first_decode_s(3) == pytest.approx(model.decode(3, 1).overlapped_s)
+
+
+def test_several_prompts_of_a_modelled_step_share_what_the_batch_reads(model):
+    one, other, both = (
+        model.step(parts, decode=False)
+        for parts in ([(1000, 0)], [(500, 60000)], [(1000, 0), (500, 60000)])
+    )
+    assert both.compute_s == pytest.approx(one.compute_s + other.compute_s)
+    assert both.tokens == 1500
+    # weights and experts cross once for both
+    assert max(one.bus_s, other.bus_s) <= both.bus_s < 1.05 * one.bus_s
+    assert one.memory_s < both.memory_s < 1.1 * one.memory_s
 
 
 def factors(share: float, seed: int, num: int) -> list[float]:
