@@ -10,7 +10,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Final
 
 from torch._C._distributed_c10d import TCPStore
@@ -18,10 +17,12 @@ from torch._C._distributed_c10d import TCPStore
 from ftruntime.config import RuntimeConfig
 from ftruntime.engine.meeting import Meeting, meeting_of
 from ftruntime.engine.tp import TensorParallel
+from ftruntime.stopped import StoppedFor, is_stopped
 from ftruntime.types import EngineFailedError
 
 _HOST: Final = "127.0.0.1"
 _POLL_S: Final = 0.05
+_LOOK_S: Final = 1.0  # between two looks for ranks that are stopped
 _END_S: Final = 5.0  # for a rank that was told to end
 
 
@@ -31,6 +32,7 @@ class RankProcesses:
     def __init__(self, config: RuntimeConfig, port: int, device: str) -> None:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._closing = False
+        self._stall_timeout_s = config.stall_timeout_s
         size = config.tensor_parallel_size
         try:
             for rank in range(1, size):
@@ -56,7 +58,12 @@ class RankProcesses:
         return process
 
     def watch(self, on_end: Callable[[str], None]) -> None:
-        """Call `on_end` with one sentence when a rank ends before `close`."""
+        """Call `on_end` with one sentence when a rank ends before `close`, or is stopped for longer
+        than the stall timeout: not every wait for a rank has one, others may still be loading.
+        """
+        threading.Thread(
+            target=self._look_for_stopped, args=(on_end,), name="stopped ranks", daemon=True
+        ).start()
         for rank, process in enumerate(self._processes, start=1):
             threading.Thread(
                 target=self._wait, args=(rank, process, on_end), name=f"rank {rank}", daemon=True
@@ -69,6 +76,15 @@ class RankProcesses:
         if not self._closing:
             on_end(self._sentence(rank, status))
 
+    def _look_for_stopped(self, on_end: Callable[[str], None]) -> None:
+        ranks = [StoppedFor(process.pid) for process in self._processes]
+        while not self._closing:
+            time.sleep(_LOOK_S)
+            for rank, stopped in enumerate(ranks, start=1):
+                if stopped.seconds() > self._stall_timeout_s and not self._closing:
+                    on_end(self._stopped(rank))
+                    return
+
     def ended(self, within_s: float) -> str | None:
         """The sentence on the first rank that is stopped or has ended, or soon has; else None."""
         deadline_s = time.monotonic() + within_s
@@ -76,11 +92,14 @@ class RankProcesses:
             for rank, process in enumerate(self._processes, start=1):
                 if process.poll() is not None:
                     return self._sentence(rank, process.returncode)
-                if _is_stopped(process.pid):
-                    return f"rank {rank} of {len(self._processes) + 1} is stopped"
+                if is_stopped(process.pid):
+                    return self._stopped(rank)
             if time.monotonic() >= deadline_s:
                 return None
             time.sleep(_POLL_S)
+
+    def _stopped(self, rank: int) -> str:
+        return f"rank {rank} of {len(self._processes) + 1} is stopped"
 
     def _sentence(self, rank: int, status: int) -> str:
         how = f"by signal {-status}" if status < 0 else f"with status {status}"
@@ -94,18 +113,10 @@ class RankProcesses:
             process.stdin.close()  # which a rank takes for its end
         for process in self._processes:
             try:
-                process.wait(0 if _is_stopped(process.pid) else _END_S)
+                process.wait(0 if is_stopped(process.pid) else _END_S)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-
-
-def _is_stopped(pid: int) -> bool:
-    try:
-        status = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False
-    return status.rpartition(")")[2].split()[0] in ("T", "t")
 
 
 def start_ranks(

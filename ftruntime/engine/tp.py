@@ -63,7 +63,7 @@ class TensorParallel:
         except RuntimeError as error:
             raise EngineFailedError(
                 f"rank {self.rank} of {self.size} did not meet the others at {meeting.host}:"
-                f"{meeting.port} within {timeout_s:g} s ({_first_line(error)})"
+                f"{meeting.port} within {timeout_s:g} s ({_first_sentence(error)})"
             ) from error
         self._check_sums(device)
 
@@ -143,9 +143,9 @@ class TensorParallel:
     def _lost(self, error: RuntimeError) -> EngineFailedError:
         return EngineFailedError(
             f"rank {self.rank} of {self.size} lost the others, or waited longer than "
-            f"{self._timeout_s:g} s for them ({_first_line(error)})"
+            f"{self._timeout_s:g} s for them ({_first_sentence(error)})"
         )
 
 
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().partition("\n")[0]
+def _first_sentence(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0].partition(". ")[0]

@@ -13,6 +13,7 @@ from ftruntime import log
 from ftruntime.engine import messages
 from ftruntime.engine.request import make_request
 from ftruntime.server.link import EngineDeadError, EngineLink
+from ftruntime.stopped import StoppedFor
 from ftruntime.types import RequestRejectedError, SamplingParams, TokenEvent
 
 __all__ = ["QUEUE_EVENTS", "Bridge", "EngineDeadError", "Health"]
@@ -282,10 +283,14 @@ class Bridge:
                 await asyncio.sleep(self._period_s)
 
     async def _look_for_stalls(self) -> None:
-        await self._settled.wait()
+        assert self.pid is not None
+        stopped = StoppedFor(self.pid)
         while self._link.end is None:
             await asyncio.sleep(self._period_s)
             stall = self._stall(_DIAGNOSIS_S)
+            # loading takes as long as it takes, but not while nothing can run
+            if stopped.seconds() > self._stall_timeout_s and self.info is None:
+                stall = "the engine is stopped"
             if stall:
                 self._link.kill(f"{stall}: the ranks are ended")
 

@@ -122,36 +122,50 @@ def test_a_rank_that_is_lost_ends_the_server(launcher: Launcher) -> None:
         assert again.complete("Hello", 4)["finish_reason"] == "length"
 
 
-@pytest.mark.parametrize("busy", [True, False])
-def test_a_rank_that_is_stopped_ends_the_server(launcher: Launcher, busy: bool) -> None:
-    """In a sum, or before rank 0 tells it of a step.
+STOPPED = {0: "the engine is stopped: the ranks are ended", 1: "rank 1 of 2 is stopped"}
 
-    Fails when messages wait as long as an idle rank does.
-    """
+
+@pytest.mark.parametrize(
+    ("phase", "rank"), MATRIX if SLOW else [("loading", 0), ("loading", 1), ("decoding", 1)]
+)
+def test_a_stopped_rank_ends_the_server_in_any_phase(
+    launcher: Launcher, phase: str, rank: int
+) -> None:
+    live = launcher.spawn(*FLAGS[:-1], "3", "--max-prefill-length", "128")
+    pids, stream = reach(live, phase)
+    launcher.also_kill(pids)
+    os.kill(pids[rank], signal.SIGSTOP)
+    loads = phase in ("starting", "loading")
+    sentence = STOPPED[rank] if rank or loads else "the engine has not answered for"
+    expect_end(live, pids, 20, sentence)
+    if stream is not None:
+        expect_failed(stream)
+
+
+def test_a_rank_that_is_stopped_between_two_steps_ends_the_server(launcher: Launcher) -> None:
+    """Rank 0 cannot tell it of the next. Fails when messages wait as long as an idle rank does."""
     live = launcher.spawn(*FLAGS)
     live.wait_ready()
     pids = processes(live)
     launcher.also_kill(pids)
-    if busy:
-        stream = Stream(live, greedy("Hello", 1500))
-        stream.wait_events(3)
-        os.kill(pids[1], signal.SIGSTOP)
-    else:
-        os.kill(pids[1], signal.SIGSTOP)
-        stream = Stream(live, greedy("Hello", 1500))
-    expect_end(live, pids, 25, "rank 1 of 2 is stopped")
+    os.kill(pids[1], signal.SIGSTOP)
+    stream = Stream(live, greedy("Hello", 1500))
+    expect_end(live, pids, 25, STOPPED[1])
     expect_failed(stream)
 
 
-def test_rank_0_that_is_stopped_ends_the_server(launcher: Launcher) -> None:
-    """It cannot say so itself: its front does."""
-    live = launcher.spawn(*FLAGS[:-2], "--stall-timeout-s", "3")
-    live.wait_ready()
-    pids = processes(live)
-    launcher.also_kill(pids)
-    os.kill(pids[0], signal.SIGSTOP)
-    expect_end(live, pids, 20, "the engine has not answered for")
-    assert "the ranks are ended" in live.log()
+def test_a_rank_that_is_stopped_for_a_moment_does_no_harm(launcher: Launcher) -> None:
+    with launcher.serving(*FLAGS) as live:
+        stream = Stream(live, greedy("Hello", 200))
+        stream.wait_events(3)
+        for pid in processes(live):
+            os.kill(pid, signal.SIGSTOP)
+            time.sleep(2.0)
+            os.kill(pid, signal.SIGCONT)
+            time.sleep(1.0)
+        stream.join(60)
+        assert (stream.status, stream.errors) == (200, [])
+        assert stream.choices[-1]["finish_reason"] == "length"
 
 
 def test_ranks_end_with_the_front(launcher: Launcher) -> None:
