@@ -36,9 +36,9 @@ from ftruntime.checkpoint.memory import (
 from ftruntime.checkpoint.names import (
     FP4_GROUP,
     FP8_BLOCK,
+    TensorSpec,
     expected_tensors,
     expert_name,
-    num_shares,
     sharded_dim,
 )
 from ftruntime.model.config import ModelConfig
@@ -206,7 +206,8 @@ class _Loader:
         dense = {n: s for n, s in expected.items() if ".ffn.experts." not in n}
         num_experts = config.num_hidden_layers * config.n_routed_experts
         self.total_bytes = sum(
-            spec.num_bytes // num_shares(name, self.form.ranks) for name, spec in dense.items()
+            spec.num_bytes // (1 if self._reads_whole(name, spec) else self.form.ranks)
+            for name, spec in dense.items()
         )
         self.total_bytes += num_experts * self.form.stored_bytes
         tensors: dict[str, torch.Tensor] = {}
@@ -274,6 +275,13 @@ class _Loader:
             self._check_table(name, value)
         widen = self.form.dequantize == torch.float32 and value.is_floating_point()
         return value.to(self.device, torch.float32 if widen else value.dtype)
+
+    def _reads_whole(self, name: str, spec: TensorSpec) -> bool:
+        """Replicated, the scales of a matrix, or a share that no blocks of scales make up."""
+        dim = sharded_dim(name)
+        if dim is None or name.endswith(".scale"):
+            return True
+        return spec.dtype == "F8_E4M3" and self._crosses_blocks(name, dim)
 
     def _linear(self, name: str) -> LinearWeight:
         dtype, dim = self.form.dequantize, sharded_dim(f"{name}.weight")

@@ -1,7 +1,8 @@
 """The shares of all ranks put together are the checkpoint, bit for bit.
 
 Mutants run, each noticed: rank 0's share for all; columns cut for rows; scales of the wrong blocks;
-a tensor that is replicated cut, or one that is not left whole.
+a tensor that is replicated cut, or one that is not left whole. Of progress: scales, or a matrix
+read whole, counted by their shares; a share counted whole.
 """
 
 from __future__ import annotations
@@ -56,6 +57,20 @@ def test_shares_make_the_whole(ranks, dequantize, checkpoint):
         scales = [whole_scale(own.scale, own.weight.shape) for own in linears]
         expected = whole_scale(linear.scale, linear.weight.shape)
         assert torch.equal(torch.cat(scales, dim), expected), name
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 8])
+@pytest.mark.parametrize("dequantize", [None, torch.float32], ids=["codes", "fp32"])
+def test_progress_of_a_share_ends_at_one(ranks, dequantize, checkpoint):
+    """Scales of a share, and a matrix whose share is cut after dequantizing, are read whole."""
+    path, config = checkpoint
+    calls = []
+    load_weights(
+        path, config, dequantize=dequantize, rank=ranks - 1, ranks=ranks,
+        progress=lambda text, share: calls.append(share),
+    )  # fmt: skip
+    assert calls == sorted(calls)
+    assert calls[-1] == 1.0
 
 
 def test_what_is_shared_out():
