@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Final
@@ -12,6 +12,7 @@ from typing import Final
 import ftkernels
 from ftkernels import config as tuned
 from ftruntime.config import RuntimeConfig
+from ftruntime.flags import flag_name, shown
 from ftruntime.plan import Plan
 from ftruntime.types import EngineFailedError
 
@@ -21,15 +22,16 @@ _OWN: Final = {"model", "host", "port", "api_key", "served_model_name", "explici
 
 
 def identity(config: RuntimeConfig, directory: Path, plan: Plan) -> dict[str, str]:
-    """What one rank works by, in words: versions, and hashes of what is longer."""
-    settings = {name: x for name, x in config.to_dict().items() if name not in _OWN}
+    """What one rank works by, each thing by the name a user has for it: versions, digests of files,
+    settings as flags, numbers of the plan."""
+    settings = {flag_name(x): y for x, y in config.to_dict().items() if x not in _OWN}
     return {
         **{f"version of {name}": _version(name) for name in _PACKAGES},
-        "library": _hash(_texts(Path(ftkernels.__file__).parent, "*.py")),
-        "tuned configs": _hash(_texts(tuned.folder(), "*.json")),
-        "config.json": _hash([(directory / "config.json").read_text()]),
-        "settings": _hash([json.dumps(settings, sort_keys=True)]),
-        "plan": _hash([json.dumps(plan.to_dict(), sort_keys=True)]),
+        **_files("library", Path(ftkernels.__file__).parent, "*.py"),
+        **_files("tuned configs", tuned.folder(), "*.json"),
+        **_files("checkpoint", directory, "config.json"),
+        **{name: _text(value) for name, value in settings.items()},
+        **{f"plan: {name}": text for name, text in _flat(plan.to_dict())},
     }
 
 
@@ -37,16 +39,22 @@ def require_alike(ranks: Sequence[Mapping[str, str]]) -> None:
     """Refuse ranks that work by different things.
 
     Raises:
-        EngineFailedError: names the first rank that does not have what rank 0 has.
+        EngineFailedError: names the first thing that a rank has and rank 0 has not.
     """
     first = ranks[0]
     for rank, other in enumerate(ranks):
-        for name, value in first.items():
-            if other.get(name) != value:
+        for name in dict.fromkeys([*first, *other]):
+            value, expected = other.get(name, "missing"), first.get(name, "missing")
+            if value != expected:
                 raise EngineFailedError(
-                    f"rank {rank} of {len(ranks)} has {name} {other.get(name)}, expected {value}, "
-                    "which rank 0 has"
+                    f"{name} is {value} on rank {rank} of {len(ranks)}, expected {expected}, "
+                    "as on rank 0"
                 )
+
+
+def digest(identity: Mapping[str, str]) -> str:
+    """A short name for all of it, for a log."""
+    return _hash(json.dumps(dict(identity)))
 
 
 def _version(package: str) -> str:
@@ -56,13 +64,24 @@ def _version(package: str) -> str:
         return "unknown"
 
 
-def _texts(folder: Path, pattern: str) -> list[str]:
-    files = sorted(folder.rglob(pattern))
-    return [f"{path.relative_to(folder)}\n{path.read_text()}" for path in files]
+def _files(what: str, folder: Path, pattern: str) -> dict[str, str]:
+    return {
+        f"{what}: file {path.relative_to(folder)}": f"sha256 {_hash(path.read_text())}"
+        for path in sorted(folder.rglob(pattern))
+    }
 
 
-def _hash(texts: Sequence[str]) -> str:
-    digest = hashlib.sha256()
-    for text in texts:
-        digest.update(f"{len(text)}\n{text}".encode())
-    return digest.hexdigest()[:12]
+def _flat(values: Mapping[str, object], before: str = "") -> Iterator[tuple[str, str]]:
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{before}{name}.")
+        else:
+            yield f"{before}{name}", _text(value)
+
+
+def _text(value: object) -> str:
+    return "unset" if value is None else shown(value)
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:12]

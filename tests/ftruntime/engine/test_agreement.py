@@ -1,12 +1,13 @@
 """Ranks that would decide differently do not start.
 
-Mutants run, each noticed: any of the parts left out, a rank compared with itself, names of files
-not hashed, a rank's own settings compared.
+Mutants run, each noticed: any of the parts left out, a rank compared with itself, what rank 0 alone
+or another alone has passed over, values of the two exchanged, a rank's own settings compared.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import os
 import shutil
@@ -19,7 +20,7 @@ from ftkernels import config as tuned
 from ftruntime.config import DeviceFacts, RuntimeConfig, resolve
 from ftruntime.demo.presets import demo_config
 from ftruntime.engine import agreement
-from ftruntime.engine.agreement import identity, require_alike
+from ftruntime.engine.agreement import digest, identity, require_alike
 from ftruntime.engine.build import num_threads
 from ftruntime.model.config import ModelConfig
 from ftruntime.types import EngineFailedError
@@ -52,32 +53,45 @@ def test_versions_are_named_with_both(directory, name):
     with pytest.raises(EngineFailedError) as caught:
         require_alike([ours, ours, {**ours, name: "9.9"}])
     assert str(caught.value) == (
-        f"rank 2 of 3 has {name} 9.9, expected {ours[name]}, which rank 0 has"
+        f"{name} is 9.9 on rank 2 of 3, expected {ours[name]}, as on rank 0"
     )
 
 
-@pytest.mark.parametrize(
-    "flags", [{"numerics": "exact"}, {"moe_prefetch_layers": 0}, {"cache_type": "naive"}], ids=str
-)
-def test_settings_are_compared(directory, flags):
-    with pytest.raises(EngineFailedError, match=r"^rank 1 of 2 has settings \w+, expected"):
+@pytest.mark.parametrize(("flags", "flag", "theirs", "ours"), [
+    ({"numerics": "exact"}, "--numerics", "exact", "official"),
+    ({"moe_prefetch_layers": 0}, "--moe-prefetch-layers", "0", "1"),
+    ({"decode_interleave_every": 8}, "--decode-interleave-every", "8", "unset"),
+], ids=str)  # fmt: skip
+def test_settings_are_named_as_flags(directory, flags, flag, theirs, ours):
+    with pytest.raises(EngineFailedError) as caught:
         require_alike([made(directory), made(directory, **flags)])
+    assert str(caught.value) == f"{flag} is {theirs} on rank 1 of 2, expected {ours}, as on rank 0"
 
 
-def test_what_a_plan_came_to_is_compared(directory):
+def test_what_a_plan_came_to_is_named(directory):
     config = RuntimeConfig.from_flags(num_tokens=4096)
     plan = resolve(config, ModelConfig.from_dir(directory), FACTS)
-    other = dataclasses.replace(plan, expert_slots=plan.expert_slots - 1)
-    ranks = [identity(config, directory, x) for x in (plan, other)]
-    with pytest.raises(EngineFailedError, match=r"^rank 1 of 2 has plan "):
-        require_alike(ranks)
+    fewer = dataclasses.replace(plan, expert_slots=plan.expert_slots - 1)
+    smaller = dataclasses.replace(plan, bytes={**plan.bytes, "experts": 5})
+    for other, name, theirs, ours in (
+        (fewer, "expert_slots", plan.expert_slots - 1, plan.expert_slots),
+        (smaller, "bytes.experts", 5, plan.bytes["experts"]),
+    ):
+        with pytest.raises(EngineFailedError) as caught:
+            require_alike([identity(config, directory, x) for x in (plan, other)])
+        assert str(caught.value) == (
+            f"plan: {name} is {theirs} on rank 1 of 2, expected {ours}, as on rank 0"
+        )
 
 
-@pytest.mark.parametrize(
-    ("change", "what"), [("entry", "tuned configs"), ("rename", "tuned configs"),
-                         ("kernel", "library"), ("model", "config.json")],
-)  # fmt: skip
-def test_files_are_compared(directory, tmp_path, monkeypatch, change, what):
+@pytest.mark.parametrize(("change", "what"), [
+    ("entry", "tuned configs: file {entry} is sha256 {there} on rank 1 of 2, expected {here},"),
+    ("rename", "tuned configs: file {entry} is missing on rank 1 of 2, expected {here},"),
+    ("more", "tuned configs: file other.json is sha256 {there} on rank 1 of 2, expected missing,"),
+    ("kernel", "library: file target.py is sha256 {there} on rank 1 of 2, expected {here},"),
+    ("model", "checkpoint: file config.json is sha256 {there} on rank 1 of 2, expected {here},"),
+], ids=["entry", "rename", "more", "kernel", "model"])  # fmt: skip
+def test_the_first_file_that_differs_is_named(directory, tmp_path, monkeypatch, change, what):
     ours = made(directory)
     package = Path(ftkernels.__file__).parent
     copy = tmp_path / "ftkernels"
@@ -85,18 +99,31 @@ def test_files_are_compared(directory, tmp_path, monkeypatch, change, what):
     monkeypatch.setattr(agreement.ftkernels, "__file__", str(copy / "__init__.py"))
     monkeypatch.setattr(tuned, "_ROOT", copy / "configs")
     assert made(directory) == ours
-    entry = next(iter(sorted((copy / "configs").rglob("*.json"))))
-    if change == "entry":
-        entry.write_text(entry.read_text().replace("modelled", "measured", 1))
-    elif change == "rename":
+    entry = min((copy / "configs").rglob("*.json"))
+    name = str(entry.relative_to(tuned.folder()))
+    file = {"kernel": copy / "target.py", "model": directory / "config.json"}.get(change, entry)
+    before = file.read_bytes()
+    if change == "rename":
         entry.rename(entry.with_name("other.json"))
-    elif change == "kernel":
-        (copy / "target.py").write_text((copy / "target.py").read_text() + "X = 1\n")
+    elif change == "more":
+        file = tuned.folder() / "other.json"
+        file.write_bytes(b"{}")
     else:
-        text = (directory / "config.json").read_text()
-        (directory / "config.json").write_text(text.replace(" ", "  ", 1))
-    with pytest.raises(EngineFailedError, match=f"^rank 1 of 2 has {what} "):
+        file.write_bytes(before + b"\n")
+    here, there = (hashlib.sha256(x).hexdigest()[:12] for x in (before, before + b"\n"))
+    if change == "more":
+        there = hashlib.sha256(b"{}").hexdigest()[:12]
+    with pytest.raises(EngineFailedError) as caught:
         require_alike([ours, made(directory)])
+    expected = what.format(entry=name, there=there, here=f"sha256 {here}")
+    assert str(caught.value) == f"{expected} as on rank 0"
+
+
+def test_a_digest_stands_for_all_of_it(directory):
+    ours = made(directory)
+    assert digest(ours) == digest(made(directory, port=7))
+    assert len({digest(ours), digest(made(directory, numerics="exact")),
+                digest({**ours, "version of torch": "9.9"})}) == 3  # fmt: skip
 
 
 @pytest.mark.parametrize(("kind", "ranks", "cores", "threads"), [
