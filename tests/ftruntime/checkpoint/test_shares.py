@@ -13,6 +13,10 @@ import torch
 from ftruntime.checkpoint.loader import load_weights
 from ftruntime.checkpoint.names import sharded_dim
 from ftruntime.demo.make import make_demo
+from ftruntime.demo.presets import VOCAB_SIZE, demo_config
+from ftruntime.demo.vocabulary import build_tokenizer, readable_ids
+from ftruntime.demo.weights import DemoWeights
+from ftruntime.demo.write import write_checkpoint
 from ftruntime.model.config import ModelConfig
 
 
@@ -29,10 +33,28 @@ def whole_scale(scale: torch.Tensor, shape: torch.Size) -> torch.Tensor:
     return by_row.repeat_interleave(128, 1)[:, : shape[1]]
 
 
+@pytest.fixture(scope="module")
+def uneven(tmp_path_factory):
+    """96 intermediate channels a rank of two: no number of blocks of scales."""
+    path = tmp_path_factory.mktemp("shares") / "uneven"
+    fields = {**demo_config("tiny"), "moe_intermediate_size": 192}
+    tokenizer = build_tokenizer(VOCAB_SIZE)
+    weights = DemoWeights(ModelConfig.from_dict(fields), 3, frozenset(readable_ids(tokenizer)))
+    write_checkpoint(path, config=fields, tokenizer=tokenizer, tensors=weights.tensors())
+    return path, ModelConfig.from_dir(path)
+
+
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 @pytest.mark.parametrize("dequantize", [None, torch.float32], ids=["codes", "fp32"])
 def test_shares_make_the_whole(ranks, dequantize, checkpoint):
-    path, config = checkpoint
+    shares_make_the_whole(*checkpoint, ranks, dequantize)
+
+
+def test_shares_across_blocks_of_scales_make_the_whole(uneven):
+    shares_make_the_whole(*uneven, 2, torch.float32)
+
+
+def shares_make_the_whole(path, config, ranks, dequantize):
     whole = load_weights(path, config, dequantize=dequantize)
     shares = [
         load_weights(path, config, dequantize=dequantize, rank=rank, ranks=ranks)
@@ -62,8 +84,14 @@ def test_shares_make_the_whole(ranks, dequantize, checkpoint):
 @pytest.mark.parametrize("ranks", [1, 2, 8])
 @pytest.mark.parametrize("dequantize", [None, torch.float32], ids=["codes", "fp32"])
 def test_progress_of_a_share_ends_at_one(ranks, dequantize, checkpoint):
-    """Scales of a share, and a matrix whose share is cut after dequantizing, are read whole."""
-    path, config = checkpoint
+    progress_ends_at_one(*checkpoint, ranks, dequantize)
+
+
+def test_progress_ends_at_one_where_matrices_are_read_whole(uneven):
+    progress_ends_at_one(*uneven, 2, torch.float32)
+
+
+def progress_ends_at_one(path, config, ranks, dequantize):
     calls = []
     load_weights(
         path, config, dequantize=dequantize, rank=ranks - 1, ranks=ranks,
