@@ -13,7 +13,8 @@ figures of the static model (RTX 4090). Terms, each of one card:
 `sum`: nothing overlaps. `overlapped`: in every call memory goes beside compute, and copies go
 beside calls, one layer ahead; an all-reduce waits for its layer, and takes the same link. On
 several cards a chunk runs in two halves: the all-reduces of one hide behind the calls of the other,
-launches and all-reduces are twice as many, and weights are read twice.
+launches and all-reduces are twice as many, and weights are read twice. The two collectives at the
+ends of a step, the sum of the embedding's rows and the join of the logits, count as nodes alone.
 `static`: all calls by the static model of a launch, at the committed number of tokens nearest to
 the step's, matrices of another size scaled by their bytes and the products of a chunk by their
 FLOPs; it knows waves and latencies, the terms do not. A call for which that comes to less than its
@@ -22,7 +23,7 @@ memory or its compute, because its tokens are more, counts as the larger of thes
 Defaults are the server that the targets come from: 8 RTX 4090s, 50 rows, a chunk of 3456 tokens in
 the middle of a prompt of 200,019, 9411 of 11008 experts on the cards, the decode hit rate of
 bench_kernels/expert_trace.py at that share. Not in the model: the host's part of a step, copies
-that share the host's memory, gathering logits, and every cache miss beyond the useful bytes.
+that share the host's memory, bytes of the logits, and every cache miss beyond the useful bytes.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ _WHAT = {
     "memory": "useful bytes over device memory",
     "compute": "useful FLOPs over the ceilings of their loops",
     "all_reduce": "{calls} a layer, through the host",
-    "launches": "{nodes} nodes of a graph, all-reduces among them",
+    "launches": "{nodes} nodes of a graph, collectives among them",
     "sum": "nothing overlaps",
     "overlapped": "copies beside calls, memory beside compute",
     "static": "all calls by the static model of a launch, none below memory or compute",

@@ -14,6 +14,8 @@ from ftkernels.target import of_arch
 
 # of a chunk that runs in halves, as the runtime's has
 LEAST_TOKENS = 512
+# the sum of the embedding's rows and the join of the logits, counted as nodes alone
+_END_COLLECTIVES = 2
 TERMS = ("bus", "memory", "compute", "all_reduce", "launches")
 
 
@@ -121,8 +123,9 @@ def terms(
         Timed.of(call, figures, memory_bytes, decode=step.decode)
         for call in (_in_halves(step) if halves else step.calls())
     )
-    nodes = sum(x.call.times * x.call.launches for x in timed)
     reduces = (4 if halves else 2) * NUM_LAYERS if step.cards > 1 else 0
+    nodes = sum(x.call.times * x.call.launches for x in timed) + reduces
+    nodes += _END_COLLECTIVES if step.cards > 1 else 0
     ring = 2 * (step.cards - 1) / step.cards * step.tokens * HIDDEN * 2
     missing = (1 - hit_rate) * step.touched * NUM_LAYERS * EXPERT_BYTES / step.cards
     known = [x.static_s for x in timed if x.static_s is not None]
@@ -132,10 +135,10 @@ def terms(
         memory_s=sum(x.memory_s for x in timed), compute_s=sum(x.compute_s for x in timed),
         all_reduce_s=reduces * assumed.reduce_us / 1e6
         + (2 * NUM_LAYERS * ring / (assumed.reduce_gb_per_s * 1e9) if reduces else 0.0),
-        launches_s=(nodes + reduces) * assumed.node_us / 1e6,
+        launches_s=nodes * assumed.node_us / 1e6,
         calls_s=sum(max(x.memory_s, x.compute_s) for x in timed),
         static_s=sum(known) if len(known) == len(timed) else None,
-        nodes=nodes + reduces, halves=halves, calls=timed,
+        nodes=nodes, halves=halves, calls=timed,
     )  # fmt: skip
 
 

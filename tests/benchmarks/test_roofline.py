@@ -8,9 +8,9 @@ lies between two launches of a chunk is in this one alone.
 
 Mutants tried: a layer kind left out or counted twice, the experts whole on every card, all experts
 read by every step, hits taken for misses, the ring's factor dropped, one all-reduce a layer,
-all-reduces on one card, index rows of one sequence for all rows, the head for every token of a
+all-reduces or the collectives at the ends on one card, index rows of one sequence for all rows, the head for every token of a
 chunk, the highest ceiling of a call, a decode launch scaled by its FLOPs, no launch scaled by
-its bytes, memory and compute of a call added up in `overlapped`, all-reduces left out of the nodes,
+its bytes, memory and compute of a call added up in `overlapped`, all-reduces or those at the ends left out of the nodes,
 `--plot` on any file name, on a folder or after the work, shares of rows that nobody reported, the
 static model below memory, below compute.
 """
@@ -115,6 +115,14 @@ def test_a_captured_step_has_as_many_nodes_as_its_layers():
     assert launches == layers + NUM_LAYERS + 5  # look-ups; the last streams, and both ends
 
 
+def test_nodes_of_a_step_are_those_that_are_captured(figures):
+    """tests/ftruntime/engine/test_captured_nodes.py counts them on the whole model: 758, of them 88
+    collectives."""
+    for step in steps(Assumed(), figures)[:2]:
+        assert step.nodes == 758
+        assert step.nodes - sum(x.call.times * x.call.launches for x in step.calls) == 88
+
+
 @pytest.mark.parametrize(("cards", "gib"), [(8, 24), (4, 24), (2, 80), (1, 160)], ids=str)
 def test_terms_agree_with_the_runtimes_model(cards, gib, figures):
     config = RuntimeConfig.from_flags(tp=cards, **_kept(SEED_FLAGS))
@@ -156,7 +164,7 @@ def test_a_chunk_in_halves_launches_and_reads_weights_twice(figures):
     assert more == pytest.approx((6.709e9 / 8 + 147.17e9 / 8) / 1008e9, rel=0.15)
     layers = sum(x.times * x.launches for x in calls if x.part != "ends")
     ends = sum(x.times * x.launches for x in calls if x.part == "ends")
-    assert chunk.nodes == 2 * layers + ends + 4 * NUM_LAYERS
+    assert chunk.nodes == 2 * layers + ends + 4 * NUM_LAYERS + 2
     assert chunk.all_reduce_s == pytest.approx(0.355 + 172 * 30e-6, rel=2e-3)
     for short in (Assumed(chunk=511), Assumed(cards=1)):
         assert not any(step.halves for step in steps(short, figures))
@@ -223,7 +231,7 @@ def test_the_static_model_stands_beside_the_terms():
     }
     one, _, chunk = steps(Assumed(memory_gb_per_s=1e6), Committed(real.triton, launches))
     # with the quantizing launches of the expert ops, which a step has not
-    launches_us = 2 * (one.nodes - 86 + 2 * NUM_LAYERS)
+    launches_us = 2 * (one.nodes - 88 + 2 * NUM_LAYERS)
     # an eighth of the head; index queries behind those of 8 heads
     head = next(x for x in one.calls if x.call.committed == "flash-head-t1")
     assert head.static_s == pytest.approx(2e-6 / 8, rel=0.01)
