@@ -12,6 +12,7 @@ from ftruntime.flags import FlagSpec, FlagValue, checked, parse, refuse
 from ftruntime.model.config import ModelConfig, builtin
 from ftruntime.plan import DeviceFacts, Plan
 from ftruntime.step_model import modelled
+from ftruntime.types import LEAST_HALF
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -103,6 +104,7 @@ def print_table(values: Mapping[str, object], plan: Plan, stream: TextIO) -> Non
     columns = shutil.get_terminal_size((_WIDTH, 1)).columns
     console = Console(file=stream, highlight=False, width=columns)
     console.print(table)
+    console.print(*_reasons(values, plan), sep="\n")
     for title, sizes, why in (
         ("bytes of one rank", plan.bytes, plan.why),
         ("host memory, all ranks", plan.host_bytes, plan.host_why),
@@ -119,7 +121,27 @@ def print_table(values: Mapping[str, object], plan: Plan, stream: TextIO) -> Non
     if isinstance(steps, dict):
         console.print()
         console.print(_step_table(steps))
-        console.print(_assumed(steps))
+        console.print(_assumed(steps, misses=plan.expert_slots < plan.num_experts))
+
+
+def _reasons(values: Mapping[str, object], plan: Plan) -> tuple[str, str]:
+    """Why chunks run in halves or not, and which decode steps are captured."""
+    halves = (
+        f"in_halves: chunks of {2 * LEAST_HALF} tokens or more run in two halves, so that the "
+        "all-reduces of one hide behind what the other computes"
+    )
+    if plan.ranks == 1:
+        halves = "in_halves: one rank has no all-reduce to hide"
+    elif not plan.in_halves:
+        halves = "in_halves: the slots do not hold all experts of a layer, which each half needs"
+    if plan.graph_sizes:
+        return halves, "graph_sizes: decode steps of so many rows are captured, up to the cap"
+    why = "--cuda-graph-max-bs is 0"
+    if plan.kind == "cpu":
+        why = "there are no CUDA graphs without a GPU"
+    elif values["numerics"] == "exact":
+        why = "--numerics exact runs references, which read on the host"
+    return halves, f"graph_sizes: none, {why}"
 
 
 def _step_table(model: Mapping[str, object]) -> Table:
@@ -140,16 +162,19 @@ def _step_table(model: Mapping[str, object]) -> Table:
     return table
 
 
-def _assumed(model: Mapping[str, object]) -> str:
+def _assumed(model: Mapping[str, object], *, misses: bool) -> str:
     steps = cast("Mapping[str, Mapping[str, float]]", model["steps"])
     halves = any(step["halves"] for step in steps.values())
+    hits = (
+        f", hit rate {model['decode_hit_rate']} in decode of one row (simulated), "
+        f"{model['decode_full_hit_rate']} of all, {model['prefill_hit_rate']} in prefill"
+    )
     return (
         f"modelled, nothing was timed: {model['cards']} x {model['card']}, context of "
-        f"{model['context_tokens']} tokens, hit rate {model['decode_hit_rate']} in decode "
-        f"of one row (simulated), {model['decode_full_hit_rate']} of all, "
-        f"{model['prefill_hit_rate']} in prefill; assumed {model['link_gb_per_s']:g} GB/s to the "
-        f"host, {model['memory_gb_per_s']:g} of memory, {model['all_reduce_gb_per_s']:g} of "
-        "all-reduces; sum: nothing overlaps; overlapped: "
+        f"{model['context_tokens']} tokens{hits if misses else ''}; assumed "
+        f"{model['link_gb_per_s']:g} GB/s to the host, {model['memory_gb_per_s']:g} GB/s of "
+        f"memory, all-reduces with {model['all_reduce_gb_per_s']:g} GB/s and "
+        f"{model['all_reduce_latency_us']:g} us each; sum: nothing overlaps; overlapped: "
         "copies one layer ahead, memory beside compute"
         + (", all-reduces of a chunk's halves beside both" if halves else "")
         + "; tokens/s: from the sum to overlapped, both upper bounds: launches and what the host "

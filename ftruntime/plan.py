@@ -183,6 +183,8 @@ def resolve(
 def _with_headroom(sizer: Sizer, rows: dict[str, Row]) -> dict[str, Row]:
     left = sizer.budget - sum(row.num_bytes for row in rows.values())
     share = f"{amount(sizer.budget)}, {sizer.config.memory_ratio:g} of what is free"
+    if sizer.facts.kind == "cpu" and sizer.ranks > 1:
+        share += f" divided by the {sizer.ranks} ranks of one machine"
     why = f"left of {share}" if left >= 0 else f"{amount(-left)} more than {share}"
     return {**rows, "headroom": Row(max(0, left), why)}
 

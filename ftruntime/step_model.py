@@ -134,6 +134,7 @@ def modelled(
         "link_gb_per_s": card.link_bytes / 1e9,
         "memory_gb_per_s": card.memory_bytes / 1e9,
         "all_reduce_gb_per_s": card.reduce_bytes / 1e9,
+        "all_reduce_latency_us": round(1e6 * card.reduce_latency_s, 3),
         "context_tokens": context,
         "decode_hit_rate": round(hit_rate(share), 4),
         "decode_full_hit_rate": round(model.hit_rate(plan.max_running), 4),

@@ -1,7 +1,9 @@
 """`ftruntime inspect`: the worked numbers, the report's command line, and what it refuses.
 
 Mutants tried and seen red: --cards not setting the ranks, GiB taken for GB, notes on stdout, the
-refusal of serve not shown, reasons left out of the table, names or figures cut off at 80 columns.
+refusal of serve not shown, reasons left out of the table, names or figures cut off at 80 columns,
+hit rates told where nothing misses or left out where something does, a wrong reason for halves or
+graphs, the latency of an all-reduce left out.
 """
 
 from __future__ import annotations
@@ -128,6 +130,42 @@ def test_the_table_holds_the_same_numbers_and_logs_stay_on_stderr():
     assert "prefill chunk clamped" not in result.stdout
     assert "prefill chunk clamped chunk_tokens=3456" in result.stderr
     assert "served context is far below the model's max_model_len=327680" in result.stderr
+
+
+def test_the_footer_has_units_and_hit_rates_only_where_something_misses():
+    def footer(*words):
+        return " ".join(inspect("flash", "--cards", "8", *words).stdout.split())
+
+    rates = "assumed 25 GB/s to the host, 1008 GB/s of memory, all-reduces with 12 GB/s and 30 us"
+    for words, misses in (([], False), (["--num-tokens", "327680"], True)):
+        assert rates in footer(*words)
+        assert (", hit rate 0." in footer(*words)) is misses
+        assert ("hit rate" in footer(*words)) is misses
+    every_slot = footer("--card-gib", "80", "--moe-backend", "offload", "--moe-cache-rate", "1")
+    assert "hit rate" not in every_slot
+    one_less = footer("--card-gib", "80", "--moe-backend", "offload", "--moe-cache-size", "11007")
+    assert ", 0.9999 in prefill; assumed" in one_less
+    steps = values("flash", "--cards", "8")["modelled"]
+    assert (steps["all_reduce_gb_per_s"], steps["all_reduce_latency_us"]) == (12, 30)
+
+
+EIGHT = ["--cards", "8"]
+LAYER = ["--moe-backend", "offload", "--moe-cache-size"]
+
+
+@pytest.mark.parametrize(("words", "halves", "graphs"), [
+    (EIGHT, "chunks of 512 tokens or more run in two halves", "decode steps of so many rows"),
+    ([*EIGHT, *LAYER, "256"], "chunks of 512 tokens or more", "decode steps of so many rows"),
+    ([*EIGHT, *LAYER, "255", "--cuda-graph-max-bs", "0"],
+     "the slots do not hold all experts of a layer", "none, --cuda-graph-max-bs is 0"),
+    (["--device", "cpu"], "one rank has no all-reduce to hide", "none, there are no CUDA graphs"),
+    ([*EIGHT, "--numerics", "exact", "--card-gib", "160"], "chunks of 512 tokens or more",
+     "none, --numerics exact runs references"),
+], ids=["eight", "a layer", "less", "cpu", "exact"])  # fmt: skip
+def test_halves_and_graphs_have_a_reason(words, halves, graphs):
+    said = " ".join(inspect("flash", *words).stdout.split())
+    assert f" in_halves: {halves}" in said
+    assert f" graph_sizes: {graphs}" in said
 
 
 def test_a_narrow_screen_cuts_no_name_and_no_number(monkeypatch):

@@ -307,6 +307,10 @@ def test_why_has_the_numbers_that_make_the_bytes():
     assert "all resident" in plan_of().why["experts"]
     short = plan_of(FLASH, strict=False, num_tokens=1024)
     assert short.why["headroom"].startswith("1.13 TB more than 7.73 GB")
+    assert plan_of(tp=2).why["headroom"] == (
+        "left of 3.87 GB, 0.9 of what is free divided by the 2 ranks of one machine"
+    )
+    assert plan_of().why["headroom"] == "left of 7.73 GB, 0.9 of what is free"
 
 
 @pytest.mark.parametrize(
