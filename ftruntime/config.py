@@ -43,7 +43,7 @@ class RuntimeConfig:
     """Every flag of ``serve``; units are part of the names or of the help.
 
     ``explicit`` holds the names the user set; fields that differ from their default are added to
-    it.
+    it, but for the model, in whose place the demo may stand.
 
     Raises:
         ValueError: ``--flag is VALUE, expected ...`` for a value outside its range, two flags of a
@@ -122,7 +122,8 @@ class RuntimeConfig:
     request_timeout_s: float = number(0.0, "Time limit of a request in seconds; 0 is none.", low=0)
     shutdown_timeout_s: float = number(30.0, "Seconds to finish requests after SIGTERM.", low=0)
     stall_timeout_s: float = number(
-        120.0, "Seconds after which a step that does not return turns /health to 503.",
+        120.0, "Seconds after which a step that does not return turns /health to 503. With ranks "
+        "it ends the server too, and bounds every wait for a rank.",
         low=0, low_open=True,
     )  # fmt: skip
     max_body_mb: float = number(
@@ -179,8 +180,9 @@ class RuntimeConfig:
         for name, spec in flag_specs().items():
             object.__setattr__(self, name, checked(name, getattr(self, name), spec))
         changed = {
-            name for name, spec in flag_specs().items() if getattr(self, name) != spec.default
-        }
+            name for name, spec in flag_specs().items()
+            if name != "model" and getattr(self, name) != spec.default
+        }  # fmt: skip
         object.__setattr__(self, "explicit", frozenset(self.explicit) | changed)
         self._check_groups()
         if self.kv_format == "fp8" and self.numerics == "exact":

@@ -64,7 +64,7 @@ _STATS = (
         for key, text in (
             ("hits", "Routed experts found on the device, or on their way as a hint."),
             ("misses", "Routed experts that had to be copied."),
-            ("bytes_h2d", "Bytes of experts copied to the device."),
+            ("bytes_h2d", "Bytes of experts copied to rank 0's device; every rank copies as many."),
             ("prefetch_used", "Experts copied ahead that a step then used."),
             ("prefetch_wasted", "Experts copied ahead that left unused."),
             ("evictions", "Experts that gave up their slot."),

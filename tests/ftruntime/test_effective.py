@@ -3,11 +3,12 @@
 Mutants tried and seen red: idle cache flags not named under fused, a reserve not beside the number
 it stands for, read-ahead not with the serial loader, the key among the flags, a default as given,
 the asked value for the one in force (chunk, tokens, slots, graphs, device, name, loader), a note
-left out.
+left out, the demo as a model that was given, a model that was given as none.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 
@@ -142,6 +143,18 @@ def test_a_prefill_length_says_why_it_became_less():
     assert flag == {"given": 1000, "value": 896, "note": note}
     whole = told(CPU, max_prefill_length=1024, num_tokens=65536)["--max-prefill-length"]
     assert whole == {"given": 1024, "value": 1024}
+
+
+def test_a_demo_in_place_of_a_model_was_not_given():
+    plan = resolve(RuntimeConfig(), builtin("flash"), CPU, strict=False)
+    for given in ({}, {"model": None}):
+        demo = dataclasses.replace(RuntimeConfig.from_flags(**given), model="/cache/demo")
+        again = RuntimeConfig.from_dict(json.loads(json.dumps(demo.to_dict())))
+        flag = effective_flags(again, plan, "serial")["--model"]
+        assert flag == {"given": None, "value": "/cache/demo"}
+    assert told(CPU, model="/cache/demo")["--model"] == {
+        "given": "/cache/demo", "value": "/cache/demo",
+    }  # fmt: skip
 
 
 def test_the_name_and_the_loader_are_those_in_force():

@@ -42,6 +42,14 @@ def test_engine_numbers_of_the_scrape() -> None:
     assert "ftruntime_cached_pages" not in samples  # not reported: left out
 
 
+def test_bytes_of_experts_are_those_of_one_rank() -> None:
+    text = ServerMetrics().render({"experts": {"decode": {"bytes_h2d": 7}}}).decode()
+    assert (
+        "# HELP ftruntime_expert_bytes_h2d_total Bytes of experts copied to rank 0's device; every "
+        "rank copies as many.\n"
+    ) in text
+
+
 def test_without_an_engine_only_its_own() -> None:
     metrics = ServerMetrics()
     scrape(metrics, {"num_running": 2})
