@@ -8,11 +8,11 @@ lies between two launches of a chunk is in this one alone.
 
 Mutants tried: a layer kind left out or counted twice, the experts whole on every card, all experts
 read by every step, hits taken for misses, the ring's factor dropped, one all-reduce a layer,
-all-reduces or the collectives at the ends on one card, index rows of one sequence for all rows, the head for every token of a
-chunk, the highest ceiling of a call, a decode launch scaled by its FLOPs, no launch scaled by
-its bytes, memory and compute of a call added up in `overlapped`, all-reduces or those at the ends left out of the nodes,
-`--plot` on any file name, on a folder or after the work, shares of rows that nobody reported, the
-static model below memory, below compute.
+all-reduces or the collectives at the ends on one card, index rows of one sequence for all rows, the
+head for every token of a chunk, the highest ceiling of a call, a decode launch scaled by its FLOPs,
+no launch scaled by its bytes, memory and compute of a call added up in `overlapped`, all-reduces or
+those at the ends left out of the nodes, `--plot` on any file name, on a folder or after the work,
+shares of rows that nobody reported, the static model below memory, below compute.
 """
 
 from __future__ import annotations
