@@ -140,6 +140,8 @@ def build_engine(
         plan.kind, config.numerics, plan.num_pages, plan.window_pages, plan.chunk_tokens,
         plan.moe_backend, plan.expert_slots, plan.num_experts,
     )  # fmt: skip
+    if parallel is not None:
+        _logger.info("each rank holds %s threads=%d", held_by_rank(plan), torch.get_num_threads())
     return EngineLoop(
         Scheduler(plan.scheduler_limits(config, shape)), executor, MonotonicClock(),
         info=_info(plan, shape, directory), decode_log_interval=config.decode_log_interval,
@@ -148,6 +150,15 @@ def build_engine(
             "graphs": rank.executor.graph_stats(), "flags": flags,
         },
     )  # fmt: skip
+
+
+def held_by_rank(plan: Plan) -> str:
+    """A rank's share of weights, expert slots and experts in host memory, for a log line."""
+    bank = plan.bytes["expert_bank"] or plan.host_bytes.get("expert_bank", 0) // plan.ranks
+    return (
+        f"ranks={plan.ranks} weights_bytes={plan.bytes['weights']} expert_slots={plan.expert_slots}"
+        f" expert_slot_bytes={plan.bytes['experts']} expert_bank_bytes={bank}"
+    )
 
 
 def load_model(
