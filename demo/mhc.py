@@ -22,15 +22,16 @@ class _Sinkhorn(torch.autograd.Function):
             total = c.sum(step % 2, keepdim=True).add_(eps).reciprocal_()
             c = c * total
             steps.append((c, total))
-        ctx.soft, ctx.steps = soft, steps
+        # saved so, as kept on ctx the result would hold itself for ever
+        ctx.save_for_backward(soft, *(part for step in steps for part in step))
         return c
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        for step in range(len(ctx.steps) - 1, -1, -1):
-            c, inverse = ctx.steps[step]
+        soft, *parts = ctx.saved_tensors
+        for step in range(len(parts) // 2 - 1, -1, -1):
+            c, inverse = parts[2 * step : 2 * step + 2]
             grad = (grad - (grad * c).sum(step % 2, keepdim=True)) * inverse
-        soft = ctx.soft
         return soft * (grad - (grad * soft).sum(1, keepdim=True)), None, None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import platform
+import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,9 +17,8 @@ from ftruntime.cli.group import FAILED, USAGE, Failure, refusals
 from ftruntime.config import RuntimeConfig
 from ftruntime.demo_cache import DISTRIBUTION, ensure_demo
 from ftruntime.effective import inactive_flags
-from ftruntime.engine.meeting import Meeting, meeting_of
+from ftruntime.engine.meeting import Meeting, meeting_for
 from ftruntime.facts import probe
-from ftruntime.flags import refuse
 from ftruntime.model.config import ModelConfig
 from ftruntime.options import flag_options, read_config
 from ftruntime.plan import Plan, resolve
@@ -34,7 +34,7 @@ def serve(model_dir: str | None, **params: str | bool | None) -> int:
     with refusals(USAGE):
         config = read_config(params, model_dir)
         facts = probe(config.device)
-        meeting = _meeting(config)
+        meeting = meeting_for(config.tensor_parallel_size, os.environ)
     log.setup()
     _check_platform()
     config = _with_model(config)
@@ -48,15 +48,11 @@ def serve(model_dir: str | None, **params: str | bool | None) -> int:
         return _run(config, shape)
 
 
-def _meeting(config: RuntimeConfig) -> Meeting | None:
-    """Where torchrun says that the ranks meet; None without it."""
-    meeting, ranks = meeting_of(os.environ), config.tensor_parallel_size
-    if meeting is not None and meeting.size != ranks:
-        refuse("tensor_parallel_size", ranks, f"{meeting.size}, the ranks that torchrun starts")
-    return meeting
-
-
 def _run_rank(config: RuntimeConfig, meeting: Meeting, kind: str) -> int:
+    # torchrun ends all ranks at once: rank 0 lets requests finish first, and then ends the others
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # its errors come to us as exceptions
     from ftruntime.engine.worker import run_rank
 
     return run_rank(config, meeting, kind)

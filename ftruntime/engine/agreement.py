@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Final
 
 import ftkernels
+import ftruntime
 from ftkernels import config as tuned
+from ftruntime.checkpoint.fingerprint import fingerprint
 from ftruntime.config import RuntimeConfig
 from ftruntime.flags import flag_name, shown
 from ftruntime.plan import Plan
@@ -28,8 +30,10 @@ def identity(config: RuntimeConfig, directory: Path, plan: Plan) -> dict[str, st
     return {
         **{f"version of {name}": _version(name) for name in _PACKAGES},
         **_files("library", Path(ftkernels.__file__).parent, "*.py"),
+        **_files("runtime", Path(ftruntime.__file__).parent, "*.py"),
         **_files("tuned configs", tuned.folder(), "*.json"),
         **_files("checkpoint", directory, "config.json"),
+        "fingerprint of the weights": fingerprint(directory),
         **{name: _text(value) for name, value in settings.items()},
         **{f"plan: {name}": text for name, text in _flat(plan.to_dict())},
     }

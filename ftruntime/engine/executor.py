@@ -230,13 +230,27 @@ class LeadingExecutor:
             self._parallel.tell(plan)
             return self._executor.execute(plan)
         except EngineFailedError as error:
-            self._failed = True
-            ended = self._processes and self._processes.ended(_LOOK_S)
-            raise EngineFailedError(ended or str(error)) from error
+            raise self._lost(error) from error
         except Exception as error:
             self._failed = True
             sentence = f"rank 0 failed in a step with {type(error).__name__}: {error}"
             raise EngineFailedError(sentence) from error
+
+    def keep_alive(self) -> None:
+        """Say something to the other ranks: one on another machine that is gone is noticed so.
+
+        Raises:
+            EngineFailedError: a rank is gone, or does not move.
+        """
+        try:
+            self._parallel.tell("alive")
+        except EngineFailedError as error:
+            raise self._lost(error) from error
+
+    def _lost(self, error: EngineFailedError) -> EngineFailedError:
+        self._failed = True
+        ended = self._processes and self._processes.ended(_LOOK_S)
+        return EngineFailedError(ended or str(error))
 
     def check(self) -> None:
         """As `DeviceExecutor.check`, of this rank."""

@@ -11,7 +11,7 @@ import gc
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -88,6 +88,7 @@ class Pieces:
     def __init__(self, graphs: Graphs) -> None:
         self._graphs = graphs
         self._pieces: list[Graph] = []
+        self._is_open = False  # the last piece takes down what is launched
         self._contexts: list[Callable[[], AbstractContextManager[None]]] = []
 
     @contextmanager
@@ -96,11 +97,15 @@ class Pieces:
         self._begin()
         try:
             yield
-        finally:
-            self._pieces[-1].end()
+        except BaseException:
+            # what went wrong first is what is told
+            with suppress(Exception):
+                self._end()
+            raise
+        self._end()
 
     def around(self, context: Callable[[], AbstractContextManager[None]]) -> None:
-        self._pieces[-1].end()
+        self._end()
         self._contexts.append(context)
         self._begin()
 
@@ -115,6 +120,12 @@ class Pieces:
         piece = self._graphs.graph()
         piece.begin()
         self._pieces.append(piece)
+        self._is_open = True
+
+    def _end(self) -> None:
+        if self._is_open:
+            self._is_open = False
+            self._pieces[-1].end()
 
 
 @dataclass(frozen=True)

@@ -63,13 +63,18 @@ class _Checkable(Protocol):
     def check(self) -> None: ...
 
 
+@runtime_checkable
+class _KeepsAlive(Protocol):
+    def keep_alive(self) -> None: ...
+
+
 class EngineLoop:
     """Scheduler and executor, driven one step at a time.
 
-    `submit`, `cancel`, `step`, `idle` and `close` belong to one thread; `stats` and `steps` may be
-    called from another one, also while a step runs. `info` describes the engine to its front: at
-    least `max_model_len`, `vocab_size`, `num_tokens` and the `CHUNK_KEYS`. `extra_stats` is merged
-    into `stats` and must be safe to call while a step runs.
+    `submit`, `cancel`, `step`, `idle`, `keep_alive` and `close` belong to one thread; `stats` and
+    `steps` may be called from another one, also while a step runs. `info` describes the engine to
+    its front: at least `max_model_len`, `vocab_size`, `num_tokens` and the `CHUNK_KEYS`.
+    `extra_stats` is merged into `stats` and must be safe to call while a step runs.
     """
 
     def __init__(
@@ -207,6 +212,15 @@ class EngineLoop:
             except Exception as error:
                 self._integrity = f"{type(error).__name__}: {error}"
                 _logger.error("integrity check failed error=%s", self._integrity)
+
+    def keep_alive(self) -> None:
+        """Call now and then while no work is left: others whom the executor needs may be gone.
+
+        Raises:
+            EngineFailedError: they are.
+        """
+        if isinstance(self._executor, _KeepsAlive):
+            self._executor.keep_alive()
 
     def stats(self) -> dict[str, object]:
         """The dict of `/v1/stats`, with the ages of the present and the last step in seconds."""

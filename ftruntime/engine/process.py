@@ -32,6 +32,7 @@ OnEnd = Callable[[str], None]
 Builder = Callable[[Mapping[str, object], Progress, OnEnd], EngineLoop]
 
 _EXIT_GRACE_S = 1.0  # for the present step, once the front is gone
+_KEEP_ALIVE_S = 2.0  # between two of an idle engine
 _NO_PLAN_WAIT_S = 0.02
 _PROGRESS_STEP = 0.01
 
@@ -162,7 +163,8 @@ class EngineProcess:
         while not self._stopping:
             if not loop.has_work:
                 loop.idle()
-                self._handle(loop, self._inbox.get())
+                if not self._handle_within(loop, _KEEP_ALIVE_S):
+                    loop.keep_alive()
             elif not progressed:
                 self._handle_within(loop, _NO_PLAN_WAIT_S)
             while not self._inbox.empty():
@@ -173,12 +175,14 @@ class EngineProcess:
             self._send_events(loop.step())
             progressed = loop.num_steps > before
 
-    def _handle_within(self, loop: EngineLoop, timeout_s: float) -> None:
+    def _handle_within(self, loop: EngineLoop, timeout_s: float) -> bool:
+        """Whether there was a message."""
         try:
             message = self._inbox.get(timeout=timeout_s)
         except queue.Empty:
-            return
+            return False
         self._handle(loop, message)
+        return True
 
     def _handle(self, loop: EngineLoop, message: messages.FrontMessage) -> None:
         if isinstance(message, messages.Submit):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -15,8 +16,8 @@ from typing import Final
 from torch._C._distributed_c10d import TCPStore
 
 from ftruntime.config import RuntimeConfig
-from ftruntime.engine.meeting import Meeting, meeting_of
-from ftruntime.engine.tp import TensorParallel
+from ftruntime.engine.meeting import Meeting, meeting_for
+from ftruntime.engine.tp import START_S, TensorParallel
 from ftruntime.stopped import StoppedFor, is_stopped
 from ftruntime.types import EngineFailedError
 
@@ -50,7 +51,7 @@ class RankProcesses:
     @staticmethod
     def _spawn(start: bytes) -> subprocess.Popen[bytes]:
         process = subprocess.Popen(
-            [sys.executable, "-m", "ftruntime.engine.worker"], stdin=subprocess.PIPE,
+            [sys.executable, "-m", "ftruntime.engine.rank_process"], stdin=subprocess.PIPE,
         )  # fmt: skip
         assert process.stdin is not None
         process.stdin.write(start)
@@ -119,6 +120,17 @@ class RankProcesses:
                 process.wait()
 
 
+def _local_store(size: int) -> TCPStore:
+    """Where ranks on this machine leave their addresses; nobody else reaches it."""
+    with socket.socket() as listener:
+        listener.bind((_HOST, 0))
+        listener.listen()
+        return TCPStore(
+            _HOST, listener.getsockname()[1], size, is_master=True, wait_for_workers=False,
+            timeout=datetime.timedelta(seconds=START_S), master_listen_fd=listener.detach(),
+        )  # fmt: skip
+
+
 def start_ranks(
     config: RuntimeConfig, device: str, on_end: Callable[[str], None]
 ) -> tuple[TensorParallel, RankProcesses | None]:
@@ -126,16 +138,18 @@ def start_ranks(
 
     Raises:
         EngineFailedError: they did not come in time.
+        ValueError: torchrun starts another number of them, or this one is not the first.
     """
     timeout_s = config.stall_timeout_s
-    meeting = meeting_of(os.environ)
-    if meeting is not None:
-        return TensorParallel(meeting, device=device, timeout_s=timeout_s), None
     size = config.tensor_parallel_size
-    store = TCPStore(
-        _HOST, 0, size, is_master=True, wait_for_workers=False,
-        timeout=datetime.timedelta(seconds=timeout_s),
-    )  # fmt: skip
+    meeting = meeting_for(size, os.environ)
+    if meeting is not None:
+        if meeting.rank:
+            raise ValueError(
+                f"RANK is {meeting.rank}, expected 0: the others run `ftruntime serve`"
+            )
+        return TensorParallel(meeting, device=device, timeout_s=timeout_s), None
+    store = _local_store(size)
     processes = RankProcesses(config, store.port, device)
     processes.watch(on_end)
     try:

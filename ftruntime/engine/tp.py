@@ -13,13 +13,14 @@ from typing import Any, Final
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store, TCPStore
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from ftruntime.engine.meeting import Meeting
 from ftruntime.types import EngineFailedError
 
-# a rank waits for the next plan as long as nobody asks for anything
-_WAIT_FOR_PLANS: Final = datetime.timedelta(days=365)
+START_S: Final = 60.0  # for the slowest rank to import what the first one has
+# for the next plan as long as nobody asks for anything, and for ranks that are still loading
+_WITHOUT_END: Final = datetime.timedelta(days=365)
 _TEST_VALUES: Final = 1 << 16
 
 
@@ -33,7 +34,7 @@ class TensorParallel:
 
         Args:
             device: "cpu" or "cuda".
-            timeout_s: of the meeting, of every sum and of every message to the other ranks.
+            timeout_s: of the way to the store, of every sum and every message to the other ranks.
             store: rank 0's own, when it was made before the others were started.
 
         Raises:
@@ -42,6 +43,7 @@ class TensorParallel:
         self.rank, self.size, self._timeout_s = meeting.rank, meeting.size, timeout_s
         self.local_size = meeting.local_size
         timeout = datetime.timedelta(seconds=timeout_s)
+        meeting_s = timeout_s  # of the store; then of ranks, which may still import
         if device == "cuda":
             torch.cuda.set_device(meeting.local_rank)
         try:
@@ -49,21 +51,25 @@ class TensorParallel:
                 store = TCPStore(
                     meeting.host, meeting.port, meeting.size, is_master=False, timeout=timeout
                 )
-            store.set_timeout(timeout)
+            meeting_s = max(timeout_s, START_S)
+            store.set_timeout(datetime.timedelta(seconds=meeting_s))
             dist.init_process_group(
-                "gloo", store=store, rank=self.rank, world_size=self.size, timeout=_WAIT_FOR_PLANS
-            )
-            self._group = dist.new_group(
+                # ranks that torchrun starts again find the addresses of those before in its store
+                "gloo", store=PrefixStore(f"attempt {meeting.attempt}", store), rank=self.rank,
+                world_size=self.size, timeout=datetime.timedelta(seconds=meeting_s),
+            )  # fmt: skip
+            self._sums = dist.new_group(
                 backend="nccl" if device == "cuda" else "gloo", timeout=timeout
             )
-            # each rank's own side of it waits that long
+            # each rank's own side of a group waits as long as it says
             self._messages = dist.new_group(
-                backend="gloo", timeout=_WAIT_FOR_PLANS if self.rank else timeout
+                backend="gloo", timeout=_WITHOUT_END if self.rank else timeout
             )
+            self._values = dist.new_group(backend="gloo", timeout=_WITHOUT_END)
         except RuntimeError as error:
             raise EngineFailedError(
                 f"rank {self.rank} of {self.size} did not meet the others at {meeting.host}:"
-                f"{meeting.port} within {timeout_s:g} s ({_first_sentence(error)})"
+                f"{meeting.port} within {meeting_s:g} s ({_first_sentence(error)})"
             ) from error
         self._check_sums(device)
 
@@ -80,7 +86,7 @@ class TensorParallel:
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of all ranks' `x`, the same bits everywhere; written into `x`."""
         try:
-            dist.all_reduce(x, group=self._group)
+            dist.all_reduce(x, group=self._sums)
         except RuntimeError as error:
             raise self._lost(error) from error
         return x
@@ -88,7 +94,7 @@ class TensorParallel:
     def begin_sum(self, x: torch.Tensor) -> Callable[[], torch.Tensor]:
         """As `sum`; the result is called for after what may be computed meanwhile."""
         try:
-            work = dist.all_reduce(x, group=self._group, async_op=True)
+            work = dist.all_reduce(x, group=self._sums, async_op=True)
         except RuntimeError as error:
             raise self._lost(error) from error
 
@@ -105,7 +111,7 @@ class TensorParallel:
         """All ranks' columns `[N, v]` side by side on rank 0, None on the others."""
         parts = [torch.empty_like(x) for _ in range(self.size)] if self.rank == 0 else None
         try:
-            dist.gather(x, parts, group=self._group)
+            dist.gather(x, parts, group=self._sums)
         except RuntimeError as error:
             raise self._lost(error) from error
         return None if parts is None else torch.cat(parts, dim=1)
@@ -121,10 +127,10 @@ class TensorParallel:
         return box[0]
 
     def collect(self, value: object) -> list[Any]:
-        """Every rank's value, in the order of the ranks."""
+        """Every rank's value, in the order of the ranks; for as long as the slowest takes."""
         values: list[object] = [None] * self.size
         try:
-            dist.all_gather_object(values, value)
+            dist.all_gather_object(values, value, group=self._values)
         except RuntimeError as error:
             raise self._lost(error) from error
         return values

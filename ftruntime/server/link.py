@@ -180,6 +180,7 @@ def _child_env(env: Mapping[str, str]) -> dict[str, str]:
     child = dict(os.environ)
     for name in _THREAD_VARIABLES:
         child.setdefault(name, "1")
+    child.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # its errors come to us as exceptions
     return child | dict(env)
 
 

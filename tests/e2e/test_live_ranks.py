@@ -13,11 +13,13 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import httpx
 import pytest
 
 from tests.support.live import (
+    START_S,
     Launcher,
     Live,
     Stream,
@@ -191,24 +193,62 @@ def torchrun(*words: str) -> list[str]:
     return [sys.executable, "-m", "torch.distributed.run", *words, "-m", "ftruntime", "serve"]
 
 
-def test_two_nodes_meet_as_torchrun_has_them_meet(launcher: Launcher) -> None:
+def two_nodes(launcher: Launcher, *models: Path) -> list[Live]:
     """Two agents, as on two machines; each starts one rank."""
     nodes = ("--nnodes", "2", "--nproc-per-node", "1", "--master-addr", "127.0.0.1")
     port = str(free_port())
-    first, second = (
+    return [
         launcher.spawn(
-            *FLAGS,
+            *FLAGS, model=model,
             command=torchrun(*nodes, "--master-port", port, "--node-rank", str(node)),
             env={"CUDA_VISIBLE_DEVICES": ""},
         )
-        for node in (0, 1)
-    )  # fmt: skip
+        for node, model in enumerate(models or (None, None))
+    ]  # fmt: skip
+
+
+def test_two_nodes_meet_as_torchrun_has_them_meet(launcher: Launcher) -> None:
+    """And a node that is gone is noticed while nobody asks for anything."""
+    first, second = two_nodes(launcher)
     first.wait_ready()
     text = first.complete("Hello", 12)["text"]
-    assert first.stop() in (0, 1), "torchrun's own status"
-    assert second.process.wait(20) == 0, second.log()
+    for pid in (*second.engine_pids(), second.process.pid):
+        os.kill(pid, signal.SIGKILL)
+    until(lambda: not is_well(first), 12, "health says that all is well")
+    assert first.process.wait(30) == 1, "torchrun's own status"
+    assert "rank 0 of 2 lost the others" in first.log()
     with launcher.serving(*FLAGS) as one_node:
         assert one_node.complete("Hello", 12)["text"] == text
+
+
+def is_well(live: Live) -> bool:
+    with contextlib.suppress(httpx.TransportError):
+        return live.http.get("/health").status_code == 200
+    return False
+
+
+def test_torchrun_is_ended_after_what_runs(launcher: Launcher) -> None:
+    """Rank 1 is told to end at the same time, and is needed until the stream is over."""
+    live = launcher.spawn(*FLAGS, command=torchrun("--nproc-per-node", "2"))
+    live.wait_ready()
+    stream = Stream(live, greedy("Hello", 60))
+    stream.wait_events(3)
+    live.process.terminate()
+    stream.join(60)
+    assert stream.choices[-1]["finish_reason"] == "length"
+    live.process.wait(30)
+    assert "engine dead" not in live.log()
+
+
+def test_ranks_with_other_weights_do_not_start(launcher: Launcher, tmp_path: Path) -> None:
+    """Of the same shapes."""
+    other = tmp_path / "other"
+    made = subprocess.run([*cli(), "make-demo", str(other), "--seed", "1"], capture_output=True)
+    assert made.returncode == 0, made.stderr
+    first, second = two_nodes(launcher, launcher.demo, other)
+    second.wait_log("fingerprint of the weights is", timeout_s=START_S)
+    assert first.process.wait(60) == 1
+    assert "fingerprint of the weights is" in first.log()
 
 
 def test_g02_a_rank_that_cannot_be_reached_ends_the_start(launcher: Launcher) -> None:

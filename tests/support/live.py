@@ -243,15 +243,16 @@ class Launcher:
         port: int | None = None,
         command: Sequence[str] | None = None,
         with_model: bool = True,
+        model: Path | None = None,
         env: Mapping[str, str] | None = None,
     ) -> Live:
-        """Start and return at once; `command` stands for `ftruntime serve`.
+        """Start and return at once; `command` stands for `ftruntime serve`, `model` for the demo.
 
         Without a model `serve` makes its own demo, below `root`.
         """
         port = free_port() if port is None else port
         log_path = self.root / f"server-{len(self._spawned)}.log"
-        argv = [*(command or (*cli(), "serve")), *([str(self.demo)] if with_model else [])]
+        argv = [*(command or (*cli(), "serve")), *([str(model or self.demo)] if with_model else [])]
         argv += ["--port", str(port), "--served-model-name", MODEL, *flags]
         with log_path.open("wb") as log:
             process = subprocess.Popen(
