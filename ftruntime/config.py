@@ -124,7 +124,7 @@ class RuntimeConfig:
     stall_timeout_s: float = number(
         120.0, "Seconds after which a step that does not return turns /health to 503. With ranks "
         "it ends the server too, and bounds every wait for a rank.",
-        low=0, low_open=True, high=1_000_000,
+        low=0, low_open=True, high=100_000,
     )  # fmt: skip
     max_body_mb: float = number(
         32.0, "Largest request body in MB; beyond: 413.", low=0, low_open=True

@@ -74,7 +74,7 @@ WRONG = [
     ("--shutdown-timeout-s", "1e300", 1e300, "is 1e+300, expected a number >= 0, below 2^40"),
     ("--max-waiting-tokens", "9" * 400, 10**400 - 1,
      f"is {'9' * 400}, expected an integer >= 1, below 2^40"),
-    ("--stall-timeout-s", "0", 0, "is 0, expected a number > 0 (for example 120.0)"),
+    ("--stall-timeout-s", "0", 0, "is 0, expected a number in (0, 100000] (for example 120.0)"),
     ("--max-body-mb", "0", 0, "is 0, expected a number > 0 (for example 32.0)"),
     ("--expert-load", "fast", "fast", "is fast, expected one of auto, serial, parallel"),
     ("--expert-prefetch", "0", 0, "is 0, expected an integer >= 1 (nearest: 1)"),

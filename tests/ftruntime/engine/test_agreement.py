@@ -119,6 +119,26 @@ def test_the_first_file_that_differs_is_named(directory, tmp_path, monkeypatch, 
     assert str(caught.value) == f"{expected} as on rank 0"
 
 
+def test_the_runtime_is_compared_too(directory, tmp_path, monkeypatch):
+    ours = made(directory)
+    assert "runtime: file engine/tp.py" in ours
+    copy = tmp_path / "ftruntime"
+    copy.mkdir()
+    (copy / "__init__.py").write_bytes(Path(agreement.ftruntime.__file__).read_bytes())
+    monkeypatch.setattr(agreement.ftruntime, "__file__", str(copy / "__init__.py"))
+    with pytest.raises(EngineFailedError, match=r"^runtime: file \S+ is missing on rank 1 of 2"):
+        require_alike([ours, made(directory)])
+
+
+def test_weights_are_compared_too(directory):
+    weights = directory / "model.safetensors"
+    weights.write_bytes(bytes(100))
+    ours = made(directory)
+    weights.write_bytes(bytes(99) + b"1")
+    with pytest.raises(EngineFailedError, match=r"^fingerprint of the weights is \w+ on rank 1 of"):
+        require_alike([ours, made(directory)])
+
+
 def test_a_digest_stands_for_all_of_it(directory):
     ours = made(directory)
     assert digest(ours) == digest(made(directory, port=7))
