@@ -19,8 +19,8 @@ from demo.text import Chapter
 from ftruntime.evaluate import needles
 from ftruntime.tokenizer import special
 
-CHAT_SHARE: Final = 0.12
-NEEDLE_SHARE: Final = 0.18
+CHAT_SHARE: Final = 0.08
+NEEDLE_SHARE: Final = 0.25
 ANSWER_WEIGHT: Final = 8.0
 # dense ones teach to look back, sparse ones to look far; a needle with its questions takes 60
 _TOKENS_PER_NEEDLE: Final = (60, 90, 200)
@@ -86,14 +86,16 @@ class Data:
         """How often each token occurs in the text, `[V]`."""
         return torch.from_numpy(np.bincount(self.stream, minlength=vocab_size))
 
-    def batch(self, seed: int, step: int, size: int, tokens: int) -> Batch:
-        """`size` sequences of `tokens` tokens."""
+    def batch(self, seed: int, step: int, size: int, tokens: int, repeats: float = 0.0) -> Batch:
+        """`size` sequences of `tokens` tokens, a share `repeats` of them passages said twice."""
         rng = np.random.default_rng([seed, step])
-        rows = [self._sequence(rng, tokens) for _ in range(size)]
+        rows = [self._sequence(rng, tokens, repeats) for _ in range(size)]
         ids, weights = (np.stack(parts) for parts in zip(*rows, strict=True))
         return Batch(torch.from_numpy(ids), torch.from_numpy(weights))
 
-    def _sequence(self, rng: np.random.Generator, tokens: int) -> tuple[np.ndarray, np.ndarray]:
+    def _sequence(
+        self, rng: np.random.Generator, tokens: int, repeats: float
+    ) -> tuple[np.ndarray, np.ndarray]:
         kind = rng.random()
         weights = np.ones(tokens, dtype=np.float32)
         weights[0] = 0
@@ -102,6 +104,8 @@ class Data:
         elif kind < CHAT_SHARE + NEEDLE_SHARE:
             ids, answers = self._needles(rng, tokens)
             weights[[i for i in answers if i < tokens]] = ANSWER_WEIGHT
+        elif kind < CHAT_SHARE + NEEDLE_SHARE + repeats:
+            ids = self._repeats(rng, tokens)
         else:
             start = int(rng.integers(len(self.stream) - tokens))
             ids = [self._bos, *self.stream[start : start + tokens - 1]]
@@ -111,6 +115,21 @@ class Data:
         ids: list[int] = []
         while len(ids) < tokens:
             ids += self.chat(rng)
+        return ids
+
+    def _repeats(self, rng: np.random.Generator, tokens: int) -> list[int]:
+        """Passages of 16 tokens up to half of the sequence, each twice in a row, of the text or of
+        tokens in any order: the second time is known to who looks back.
+        """
+        ids = [self._bos]
+        while len(ids) < tokens:
+            size = int(16 * (tokens / 32) ** rng.random())
+            if rng.random() < 0.5:
+                part = rng.choice(self.stream, size)
+            else:
+                start = int(rng.integers(len(self.stream) - size))
+                part = self.stream[start : start + size]
+            ids += [*part] * 2
         return ids
 
     def chat(self, rng: np.random.Generator) -> list[int]:
@@ -142,7 +161,9 @@ class Data:
         for needle, place in enumerate(stated):
             events.append((float(place), needle, False))
             for _ in range(2):
-                events.append((float(rng.uniform(place, tokens)), needle, True))
+                # as many near as far
+                far = (tokens - place) * 0.03 ** rng.random()
+                events.append((float(place + far), needle, True))
         events.sort()
         ids: list[int] = [self._bos]
         answers: list[int] = []

@@ -20,6 +20,7 @@ from demo.attention import Selection, attention
 from demo.moe import moe
 from demo.parts import rms_norm
 from demo.rounding import Rounding, fp4_matrix, fp8_matrix
+from demo.wiring import wire
 from ftruntime.checkpoint.names import expected_tensors
 from ftruntime.model.config import ModelConfig
 
@@ -71,6 +72,7 @@ def init_weights(config: ModelConfig, counts: Tensor, seed: int) -> dict[str, Te
             weights[name] = hash_table(counts, config, generator)
         else:
             weights[name] = _initial(name, shape, config, generator)
+    wire(weights, config, generator)
     return weights
 
 
@@ -94,7 +96,10 @@ def _initial(
     if name.endswith("norm.weight") or name.endswith("_scale"):
         return torch.ones(shape)
     if name == "embed.weight":
-        return noise * 0.3
+        return noise * 2.0
+    if name.endswith((".w2", ".w2.weight")):
+        # experts begin as little beside the embedding, which later layers look things up by
+        return noise * 0.15 / math.sqrt(shape[-1])
     if name.endswith(("head.weight", "gate.bias", "attn_sink", "hc_head_base")):
         return torch.zeros(shape)
     if name.endswith("_fn"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Final
 
 import torch
@@ -43,8 +44,12 @@ class Optimizer:
                 self.state[f"{name}:second"] = torch.zeros_like(weight)
 
     @torch.no_grad()
-    def step(self, number: int, *, lr: float, matrix_lr: float, decay: float) -> None:
-        """Apply and clear the gradients; `number` counts from 1."""
+    def step(
+        self, number: int, *, lr: float, matrix_lr: float, decay: float,
+        factor: Callable[[str], float],
+    ) -> None:  # fmt: skip
+        """Apply and clear the gradients; `number` counts from 1, `factor` of a weight's name is one
+        on its rate."""
         for name, weight in self._weights.items():
             if weight.grad is None:
                 continue
@@ -54,12 +59,13 @@ class Optimizer:
                 rows, columns = self._blocks[name][1:]
                 first.lerp_(grad, 0.05)
                 update = orthogonal(grad.lerp_(first, 0.95).view(self._blocks[name]))
-                weight.mul_(1 - matrix_lr * decay)
-                size = -matrix_lr * math.sqrt(max(1, rows / columns))
+                rate = matrix_lr * factor(name)
+                weight.mul_(1 - rate * decay)
+                size = -rate * math.sqrt(max(1, rows / columns))
                 weight.add_(update.view(weight.shape), alpha=size)
             else:
                 second = self.state[f"{name}:second"]
                 first.lerp_(grad, 0.1)
                 second.lerp_(grad.square(), 0.05)
                 scale = second.div(1 - 0.95**number).sqrt_().add_(1e-10)
-                weight.addcdiv_(first, scale, value=-lr / (1 - 0.9**number))
+                weight.addcdiv_(first, scale, value=-lr * factor(name) / (1 - 0.9**number))

@@ -39,6 +39,7 @@ _LOG_S: Final = 20
 # routes move between experts by this much a step
 _BIAS_STEP: Final = 0.002
 _INDEX_WEIGHT: Final = 0.2
+_HELD_STEPS, _RELEASE_STEPS = 60, 200
 
 
 @dataclass(frozen=True)
@@ -50,10 +51,11 @@ class Stage:
     tokens: int
     selection: Selection
     rounding: bool = False
+    repeats: float = 0.0
 
 
 STAGES: Final = (
-    Stage(0.60, 8, 512, Selection(sparse=False)),
+    Stage(0.60, 8, 512, Selection(sparse=False), repeats=0.25),
     Stage(0.76, 4, 1024, Selection(sparse=False, learn=True)),
     Stage(0.86, 2, 2304, Selection(sparse=True, learn=True)),
     Stage(0.93, 2, 1792, Selection(sparse=True, learn=True), rounding=True),
@@ -133,7 +135,7 @@ class Run:
         """
         began = time.monotonic()
         stage, recipe = self.recipe.stage(self.done), self.recipe
-        batch = self.data.batch(recipe.seed, self.step, stage.size, stage.tokens)
+        batch = self.data.batch(recipe.seed, self.step, stage.size, stage.tokens, stage.repeats)
         w = cast(self.weights, self.config, torch.bfloat16, stage.rounding)
         logits, loads, index = forward(
             self.config, w, batch.ids, selection=stage.selection,
@@ -145,8 +147,9 @@ class Run:
         rate = recipe.rate(self.step, self.done)
         self.step += 1
         self.optimizer.step(
-            self.step, lr=rate * recipe.lr, matrix_lr=rate * recipe.matrix_lr, decay=recipe.decay
-        )
+            self.step, lr=rate * recipe.lr, matrix_lr=rate * recipe.matrix_lr, decay=recipe.decay,
+            factor=lambda name: rate_factor(name, self.step),
+        )  # fmt: skip
         self._balance(loads, rate)
         self.tokens += batch.ids.numel()
         self.seconds += time.monotonic() - began
@@ -157,6 +160,19 @@ class Run:
             bias = self.weights.get(f"layers.{layer}.ffn.gate.bias")
             if bias is not None:
                 bias += _BIAS_STEP * rate * torch.sign(load.float().mean() - load)
+
+
+def rate_factor(name: str, step: int) -> float:
+    """What multiplies the learning rate of a weight at a step.
+
+    Queries and keys keep the start that `demo.wiring` gives them until what they find is of use.
+    What sublayers add to the streams grows slower than the embedding, which would drown in it.
+    """
+    if name == "embed.weight":
+        return 4.0
+    if name.endswith((".wq_a.weight", ".attn.wq_b.weight", ".wkv.weight")):
+        return min(1.0, max(0.0, (step - _HELD_STEPS) / _RELEASE_STEPS))
+    return 0.3 if name.endswith((".wo_b.weight", ".w2", ".w2.weight")) else 1.0
 
 
 def is_learnt(name: str) -> bool:
@@ -284,9 +300,7 @@ def main() -> None:
     parser.add_argument("--eager", action="store_true", help="without torch.compile")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    recipe = Recipe(
-        seed=args.seed, total_tokens=args.tokens, lr=args.lr, matrix_lr=args.matrix_lr
-    )
+    recipe = Recipe(seed=args.seed, total_tokens=args.tokens, lr=args.lr, matrix_lr=args.matrix_lr)
     finished = run(args.folder, recipe, compiled=not args.eager)
     print("finished" if finished else "stopped", flush=True)
 

@@ -78,6 +78,33 @@ def test_answers_stand_behind_their_statements(data, tokenizer):
     assert heavy > 30
 
 
+def test_repeats_are_said_twice(data, tokenizer):
+    """A passage begins again where it ended; half of them are no text."""
+    sizes, in_order, text = [], 0, shown(tokenizer, data.stream)
+    for step in range(60):
+        (ids,) = data.batch(5, step, 1, 512, repeats=1.0).ids.numpy()
+        words = shown(tokenizer, ids)
+        if USER in words or "What is the number" in words:
+            continue
+        at = 1
+        # up to one that the sequence may cut
+        while at + 2 * 256 <= len(ids) or at == 1:
+            size = next(n for n in range(16, 257) if twice(ids[at : at + 2 * n], n))
+            sizes.append(size)
+            in_order += shown(tokenizer, ids[at : at + size]) in text
+            at += 2 * size
+    assert len(sizes) > 30
+    assert min(sizes) < 32
+    assert max(sizes) > 100
+    assert 0.3 < in_order / len(sizes) < 0.7
+
+
+def twice(ids, size):
+    """Whether the second half is the first, as far as it goes."""
+    rest = ids[size:]
+    return (ids[: len(rest)] == rest).all()
+
+
 def test_an_exchange(data, tokenizer):
     special = set(SPECIAL_TOKENS) | set(ADDED_TOKENS)
     pattern = "(.+)".join(map(re.escape, (BOS + USER, ASSISTANT + THINK_CLOSE, EOS)))

@@ -1,7 +1,8 @@
 """Training on a small shape: it learns, goes on where it stopped, and exports what it trained.
 
 Mutants run, each noticed: optimizer state left out of the file, the step number left out, the
-second half of a bank exported as the first, Adam's mean over half as many steps.
+second half of a bank exported as the first, Adam's mean over half as many steps, factors left out
+of either optimizer, nothing held or never let go.
 """
 
 from __future__ import annotations
@@ -116,9 +117,38 @@ def test_adam_by_hand():
     weight = torch.tensor([1.0, 2.0], requires_grad=True)
     optimizer = Optimizer({"w": weight}, {})
     weight.grad = torch.tensor([0.5, -3.0])
-    optimizer.step(1, lr=0.1, matrix_lr=9.0, decay=9.0)
+    optimizer.step(1, lr=0.1, matrix_lr=9.0, decay=9.0, factor=lambda name: 1.0)
     assert weight.grad is None
     torch.testing.assert_close(weight.detach(), torch.tensor([0.9, 2.1]))
+
+
+def test_a_factor_is_on_the_rate_of_its_weight():
+    weights = {name: torch.ones(4, 4, requires_grad=True) for name in ("m", "half", "still", "v")}
+    optimizer = Optimizer(weights, {name: (1, 4, 4) for name in ("m", "half", "still")})
+    for weight in weights.values():
+        weight.grad = torch.eye(4)
+    factors = {"m": 1.0, "half": 0.5, "still": 0.0, "v": 2.0}
+    optimizer.step(1, lr=0.1, matrix_lr=0.2, decay=0.0, factor=factors.__getitem__)
+    moved = {name: weight.detach() - 1 for name, weight in weights.items()}
+    torch.testing.assert_close(moved["half"], moved["m"] / 2)
+    assert (moved["m"].diagonal() < -0.1).all()
+    assert not moved["still"].any()
+    torch.testing.assert_close(moved["v"].diagonal(), torch.full((4,), -0.2))
+
+
+def test_queries_and_keys_wait_and_sublayers_are_slow():
+    attn = "layers.1.attn."
+    held = [f"{attn}wq_a.weight", f"{attn}wq_b.weight", f"{attn}compressor.wkv.weight"]
+    for name in held:
+        assert [train.rate_factor(name, step) for step in (1, 60, 160, 260, 999)] == [
+            0, 0, 0.5, 1, 1,
+        ]  # fmt: skip
+    ffn = "layers.0.ffn."
+    slow = [f"{attn}wo_b.weight", f"{ffn}experts.w2", f"{ffn}shared_experts.w2.weight"]
+    assert [train.rate_factor(name, 5) for name in slow] == [0.3] * 3
+    others = [f"{attn}indexer.wq_b.weight", f"{attn}wo_a.weight", f"{ffn}experts.w13"]
+    assert [train.rate_factor(name, 5) for name in others] == [1.0] * 3
+    assert train.rate_factor("embed.weight", 5) == 4
 
 
 def test_every_matrix_is_moved_in_blocks_of_its_size():
@@ -130,4 +160,3 @@ def test_every_matrix_is_moved_in_blocks_of_its_size():
     assert blocks["layers.0.ffn.experts.w13"] == (32, 256, 256)
     assert blocks["layers.1.attn.wq_b.weight"] == (8, 512, 64)
     assert not [n for n in blocks if "embed" in n or "head" in n or "ffn.gate" in n or "norm" in n]
-
