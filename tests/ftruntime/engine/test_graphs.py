@@ -6,7 +6,8 @@ Mutants run, each noticed: rows that fill a step up count as sequences of their 
 rows written, another token); block tables, lengths, slots or tokens not refilled; the smallest
 captured step taken; experts brought in after their products, or those of the capture; hints of the
 capture's tokens; groups never released; a missed batch replayed, or warned of every time; sizes
-beyond the expert slots; layers run outside a step of the cache.
+beyond the expert slots; layers run outside a step of the cache; a graph ended twice, or its end
+told in place of what failed.
 """
 
 from __future__ import annotations
@@ -273,3 +274,61 @@ def test_a_card_replays_the_bits_of_single_launches(name, demo):
     assert single["graphs"]["rows"] == []
     assert stats["graphs"]["replayed"] == stats["decode_steps"]
     assert got == expected
+
+
+class _Refusing:
+    """A graph of which some calls fail; `ends` counts those of a graph that has begun as 1, and of
+    another as 100."""
+
+    def __init__(self, refused: str | None, ends: list[int]) -> None:
+        self._refused, self._ends, self._is_open = refused, ends, False
+
+    def begin(self) -> None:
+        if self._refused == "begin":
+            raise RuntimeError("begin refused")
+        self._is_open = True
+
+    def end(self) -> None:
+        self._ends.append(1 if self._is_open else 100)
+        self._is_open = False
+        if self._refused == "end":
+            raise RuntimeError("end refused")
+
+    def replay(self) -> None:
+        raise AssertionError("not captured")
+
+
+class _Refusals:
+    """Graphs of which those in `refused` fail at a call."""
+
+    def __init__(self, refused: list[str | None]) -> None:
+        self._refused = refused
+        self.ends: list[int] = []
+
+    def capturing(self):
+        return contextlib.nullcontext()
+
+    def graph(self) -> _Refusing:
+        return _Refusing(self._refused.pop(0), self.ends)
+
+
+@pytest.mark.parametrize(
+    ("refused", "error", "ends"),
+    [
+        (["begin"], "begin refused", 0), (["end", None], "end refused", 1),
+        ([None, "begin"], "begin refused", 1), ([None, "end"], "the body failed", 2),
+        ([None, None], "the body failed", 2),
+    ],
+)  # fmt: skip
+def test_what_went_wrong_first_is_told(refused: list[str | None], error: str, ends: int) -> None:
+    graphs = _Refusals(refused)
+
+    def capture() -> None:
+        pieces = Pieces(graphs)
+        with pieces.captured():
+            pieces.around(contextlib.nullcontext)
+            raise ValueError("the body failed")
+
+    with pytest.raises((RuntimeError, ValueError), match=f"^{error}$"):
+        capture()
+    assert sum(graphs.ends) == ends
