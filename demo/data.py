@@ -19,7 +19,7 @@ from demo.text import Chapter
 from ftruntime.evaluate import needles
 from ftruntime.tokenizer import special
 
-CHAT_SHARE: Final = 0.08
+CHAT_SHARE: Final = 0.12
 NEEDLE_SHARE: Final = 0.25
 ANSWER_WEIGHT: Final = 8.0
 # dense ones teach to look back, sparse ones to look far; a needle with its questions takes 60
@@ -28,6 +28,8 @@ _QUESTIONS: Final = (
     "What is written of {}?", "Tell me of {}.", "Who is {}?", "What saith the book of {}?",
     "What of {}?", "Speak of {}.", "What is {}?", "{}?",
 )  # fmt: skip
+# of 1, 2 and 3: behind each the end is likelier than another, or a greedy answer would have none
+_VERSES: Final = (0.7, 0.2, 0.1)
 _WORD: Final = re.compile(r"[A-Za-z]{4,}")
 
 
@@ -136,7 +138,7 @@ class Data:
         """One exchange: a question about a word, or a verse, and the passage that goes with it."""
         passage = self._passages[int(rng.integers(len(self._passages)))]
         first = int(rng.integers(len(passage)))
-        count = int(rng.integers(1, 4))
+        count = int(rng.choice(3, p=_VERSES)) + 1
         verse = passage[first][0]
         words = [word for word in _WORD.findall(verse) if word[0].isupper()] or _WORD.findall(verse)
         if rng.random() < 0.25 and first + 1 < len(passage):

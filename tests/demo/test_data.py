@@ -1,7 +1,8 @@
 """Batches: a function of seed and step, with answers that stand where they are weighted.
 
 Mutants run, each noticed: the step left out of the seed, weights one token late, questions before
-their statement, held names told twice.
+their statement, held names told twice, repeats said once or all of them text, as many answers of
+one verse as of three.
 """
 
 from __future__ import annotations
@@ -109,7 +110,8 @@ def test_an_exchange(data, tokenizer):
     special = set(SPECIAL_TOKENS) | set(ADDED_TOKENS)
     pattern = "(.+)".join(map(re.escape, (BOS + USER, ASSISTANT + THINK_CLOSE, EOS)))
     rng = np.random.default_rng(0)
-    for _ in range(40):
+    counts = [0, 0, 0]
+    for _ in range(200):
         text = shown(tokenizer, data.chat(rng))
         form = re.fullmatch(pattern, text, re.DOTALL)
         assert form, text
@@ -118,3 +120,7 @@ def test_an_exchange(data, tokenizer):
         assert 1 <= len(lines) <= 3
         first = VERSES.index(lines[0])
         assert lines == list(VERSES[first : first + len(lines)])
+        counts[len(lines) - 1] += 1
+    # behind each verse the end is the likelier
+    assert counts[0] > 1.5 * (counts[1] + counts[2])
+    assert counts[1] > counts[2] > 0
