@@ -33,6 +33,7 @@ class RankProcesses:
     def __init__(self, config: RuntimeConfig, port: int, device: str) -> None:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._closing = False
+        self._given_up: str | None = None  # why a rank was killed
         self._stall_timeout_s = config.stall_timeout_s
         size = config.tensor_parallel_size
         try:
@@ -83,11 +84,16 @@ class RankProcesses:
             time.sleep(_LOOK_S)
             for rank, stopped in enumerate(ranks, start=1):
                 if stopped.seconds() > self._stall_timeout_s and not self._closing:
-                    on_end(self._stopped(rank))
+                    self._given_up = self._stopped(rank)
+                    self._closing = True
+                    self._processes[rank - 1].kill()  # it cannot see that rank 0 ends
+                    on_end(self._given_up)
                     return
 
     def ended(self, within_s: float) -> str | None:
         """The sentence on the first rank that is stopped or has ended, or soon has; else None."""
+        if self._given_up is not None:
+            return self._given_up
         deadline_s = time.monotonic() + within_s
         while True:
             for rank, process in enumerate(self._processes, start=1):

@@ -156,8 +156,23 @@ def test_a_rank_that_is_stopped_between_two_steps_ends_the_server(launcher: Laun
     expect_failed(stream)
 
 
+def listening(pid: int) -> set[str]:
+    """Addresses in hexadecimal, as /proc has them, that a process listens on."""
+    links = [os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir() if link.is_symlink()]
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            words = line.split()
+            if words[3] == "0A" and f"socket:[{words[9]}]" in links:
+                found.add(words[1].split(":")[0])
+    return found
+
+
 def test_a_rank_that_is_stopped_for_a_moment_does_no_harm(launcher: Launcher) -> None:
+    """And ranks listen on no address of every network. Fails with the store that torch makes."""
     with launcher.serving(*FLAGS) as live:
+        for pid in processes(live):
+            assert not listening(pid) & {"0" * 8, "0" * 32}
         stream = Stream(live, greedy("Hello", 200))
         stream.wait_events(3)
         for pid in processes(live):
