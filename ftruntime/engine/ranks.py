@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import os
@@ -55,8 +56,9 @@ class RankProcesses:
             [sys.executable, "-m", "ftruntime.engine.rank_process"], stdin=subprocess.PIPE,
         )  # fmt: skip
         assert process.stdin is not None
-        process.stdin.write(start)
-        process.stdin.flush()
+        with contextlib.suppress(BrokenPipeError):  # it has ended, which `watch` tells
+            process.stdin.write(start)
+            process.stdin.flush()
         return process
 
     def watch(self, on_end: Callable[[str], None]) -> None:
@@ -117,7 +119,8 @@ class RankProcesses:
         self._closing = True
         for process in self._processes:
             assert process.stdin is not None
-            process.stdin.close()  # which a rank takes for its end
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.close()  # which a rank takes for its end
         for process in self._processes:
             try:
                 process.wait(0 if is_stopped(process.pid) else _END_S)
