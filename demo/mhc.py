@@ -16,14 +16,14 @@ class _Sinkhorn(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, iters: int, eps: float) -> Tensor:
         soft = torch.softmax(logits, dim=1)
-        steps = []
+        kept = [soft]
         c = soft + eps
         for step in range(2 * iters - 1):
             total = c.sum(step % 2, keepdim=True).add_(eps).reciprocal_()
             c = c * total
-            steps.append((c, total))
+            kept += (c, total)
         # saved so, as kept on ctx the result would hold itself for ever
-        ctx.save_for_backward(soft, *(part for step in steps for part in step))
+        ctx.save_for_backward(*kept)
         return c
 
     @staticmethod

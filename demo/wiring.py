@@ -28,9 +28,13 @@ def wire(weights: dict[str, Tensor], config: ModelConfig, generator: torch.Gener
     shared = torch.randn(hidden, generator=generator)
     shared /= shared.norm()
     weights["embed.weight"] += _SHARED * math.sqrt(hidden) * shared
+    for layer in range(config.num_hidden_layers):
+        # keys tell tokens apart by what they do not share
+        keys = _of(weights, layer)["wkv.weight"]
+        keys -= torch.outer(keys @ shared, shared)
     read, written = _look_back(_of(weights, 0), config, shared, generator)
     for layer in range(1, config.num_hidden_layers):
-        _look_up(_of(weights, layer), config, read, written, shared)
+        _look_up(_of(weights, layer), config, read, written)
 
 
 def _of(weights: dict[str, Tensor], layer: int) -> dict[str, Tensor]:
@@ -47,7 +51,6 @@ def _look_back(
     freq = config.rope_theta ** (-2 * torch.arange(pairs) / rope)
     phase = torch.rand(pairs, generator=generator) * 2 * math.pi
     keys = w["wkv.weight"]
-    keys -= torch.outer(keys @ shared, shared)
     keys[-rope:] = 0
     rows = keys[-rope:].view(rope // 2, 2, hidden)
     rows[:pairs, 0] = _PLACE_KEY * phase.cos()[:, None] * shared
@@ -72,13 +75,10 @@ def _look_back(
     return read, up.view(hidden, heads, rank).permute(1, 0, 2)
 
 
-def _look_up(
-    w: dict[str, Tensor], config: ModelConfig, read: Tensor, written: Tensor, shared: Tensor
-) -> None:
+def _look_up(w: dict[str, Tensor], config: ModelConfig, read: Tensor, written: Tensor) -> None:
     """Queries that are like keys of tokens whose past is the query's present."""
     heads, rope, rank = config.num_attention_heads, config.qk_rope_head_dim, read.shape[0]
     nope = w["wkv.weight"][:-rope]
-    w["wkv.weight"] -= torch.outer(w["wkv.weight"] @ shared, shared)
     down = w["wq_a.weight"]
     down[:rank] = read / read.norm(dim=1, keepdim=True)
     back = written[0].T
