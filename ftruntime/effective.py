@@ -5,6 +5,7 @@ from __future__ import annotations
 from ftruntime.config import RuntimeConfig, flag_specs, served_name
 from ftruntime.flags import flag_name
 from ftruntime.plan import Plan, chunk_notes
+from ftruntime.sizing import why_no_graphs
 
 _SECRET = "api_key"
 
@@ -72,10 +73,8 @@ def _idle(config: RuntimeConfig, plan: Plan, expert_load: str) -> dict[str, str]
         reasons["expert_prefetch"] = (
             f"--expert-load {config.expert_load} reads one shard after the other"
         )
-    if plan.kind == "cpu":
-        reasons["cuda_graph_max_bs"] = "there are no CUDA graphs without a GPU"
-    elif config.numerics == "exact":
-        reasons["cuda_graph_max_bs"] = "--numerics exact runs references, which read on the host"
+    if (why := why_no_graphs(plan.kind, config.numerics)) is not None:
+        reasons["cuda_graph_max_bs"] = why
     elif (config.cuda_graph_max_bs or 0) > config.max_running_requests:
         reasons["cuda_graph_max_bs"] = (
             f"no batch is larger than --max-running-requests ({config.max_running_requests})"

@@ -11,6 +11,7 @@ from ftruntime.facts import probe
 from ftruntime.flags import FlagSpec, FlagValue, checked, parse, refuse
 from ftruntime.model.config import ModelConfig, builtin
 from ftruntime.plan import DeviceFacts, Plan
+from ftruntime.sizing import why_no_graphs
 from ftruntime.step_model import modelled
 from ftruntime.types import LEAST_HALF
 
@@ -136,11 +137,7 @@ def _reasons(values: Mapping[str, object], plan: Plan) -> tuple[str, str]:
         halves = "in_halves: the slots do not hold all experts of a layer, which each half needs"
     if plan.graph_sizes:
         return halves, "graph_sizes: decode steps of so many rows are captured, up to the cap"
-    why = "--cuda-graph-max-bs is 0"
-    if plan.kind == "cpu":
-        why = "there are no CUDA graphs without a GPU"
-    elif values["numerics"] == "exact":
-        why = "--numerics exact runs references, which read on the host"
+    why = why_no_graphs(plan.kind, str(values["numerics"])) or "--cuda-graph-max-bs is 0"
     return halves, f"graph_sizes: none, {why}"
 
 

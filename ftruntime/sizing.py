@@ -235,7 +235,7 @@ class Sizer:
     def graph_sizes(self) -> tuple[int, ...]:
         """Decode batches that are captured: 1, 2, 4 and so on, and the cap itself."""
         running, wanted = self.config.max_running_requests, self.config.cuda_graph_max_bs
-        if self.facts.kind == "cpu" or self.config.numerics == "exact":
+        if why_no_graphs(self.facts.kind, self.config.numerics) is not None:
             return ()
         cap = min(running, running if wanted is None else wanted)
         return (*(1 << n for n in range((cap - 1).bit_length())), cap) if cap else ()
@@ -281,3 +281,12 @@ def largest(most: int, good: Callable[[int], bool]) -> int:
         else:
             high = middle - 1
     return low
+
+
+def why_no_graphs(kind: str, numerics: str) -> str | None:
+    """What keeps decode steps from being captured on such a device, whatever the flags of it."""
+    if kind == "cpu":
+        return "there are no CUDA graphs without a GPU"
+    if numerics == "exact":
+        return "--numerics exact runs references, which read on the host"
+    return None
