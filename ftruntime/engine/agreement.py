@@ -18,6 +18,7 @@ from ftruntime.flags import flag_name, shown
 from ftruntime.plan import Plan
 from ftruntime.types import EngineFailedError
 
+_PLAN: Final = "plan: "
 _PACKAGES: Final = ("torch", "triton")
 # settings of one rank's own: where its files lie, and those of the front
 _OWN: Final = {"model", "host", "port", "api_key", "served_model_name", "explicit"}
@@ -35,7 +36,7 @@ def identity(config: RuntimeConfig, directory: Path, plan: Plan) -> dict[str, st
         **_files("checkpoint", directory, "config.json"),
         "fingerprint of the weights": fingerprint(directory),
         **{name: _text(value) for name, value in settings.items()},
-        **{f"plan: {name}": text for name, text in _flat(plan.to_dict())},
+        **{f"{_PLAN}{name}": text for name, text in _flat(plan.to_dict())},
     }
 
 
@@ -56,9 +57,13 @@ def require_alike(ranks: Sequence[Mapping[str, str]]) -> None:
                 )
 
 
-def digest(identity: Mapping[str, str]) -> str:
-    """A short name for all of it, for a log."""
-    return _hash(json.dumps(dict(identity)))
+def digests(identity: Mapping[str, str]) -> tuple[str, str]:
+    """Short names for a log: of what a rank is made of, which every start of the same has, and of
+    the plan, which follows from free memory too.
+    """
+    planned = {name: value for name, value in identity.items() if name.startswith(_PLAN)}
+    made_of = {name: value for name, value in identity.items() if name not in planned}
+    return _hash(json.dumps(made_of)), _hash(json.dumps(planned))
 
 
 def _version(package: str) -> str:

@@ -17,7 +17,7 @@ from ftruntime.checkpoint.loader import load_weights
 from ftruntime.config import RuntimeConfig
 from ftruntime.demo_cache import ensure_demo
 from ftruntime.effective import effective_flags
-from ftruntime.engine.agreement import digest, identity, require_alike
+from ftruntime.engine.agreement import digests, identity, require_alike
 from ftruntime.engine.executor import DeviceExecutor, LeadingExecutor, Runs
 from ftruntime.engine.expert_store import ExpertStore
 from ftruntime.engine.graphs import GraphPool
@@ -63,7 +63,7 @@ def build_rank(
     if parallel is not None:
         mine = identity(config, directory, plan)
         require_alike(parallel.collect(mine))
-        _logger.info("ranks agree ranks=%d digest=%s", parallel.size, digest(mine))
+        _logger.info("ranks agree ranks=%d digest=%s plan=%s", parallel.size, *digests(mine))
     torch.set_num_threads(num_threads(plan.kind, 1 if parallel is None else parallel.local_size))
     numerics = Numerics.of(config.numerics)
     model, experts = load_model(directory, shape, numerics, plan, progress, config, parallel)

@@ -20,7 +20,7 @@ from ftkernels import config as tuned
 from ftruntime.config import DeviceFacts, RuntimeConfig, resolve
 from ftruntime.demo.presets import demo_config
 from ftruntime.engine import agreement
-from ftruntime.engine.agreement import digest, identity, require_alike
+from ftruntime.engine.agreement import digests, identity, require_alike
 from ftruntime.engine.build import num_threads
 from ftruntime.model.config import ModelConfig
 from ftruntime.types import EngineFailedError
@@ -139,11 +139,18 @@ def test_weights_are_compared_too(directory):
         require_alike([ours, made(directory)])
 
 
-def test_a_digest_stands_for_all_of_it(directory):
+def test_digests_stand_for_all_of_it(directory):
+    """The first is the same at every start, whatever memory is free then."""
     ours = made(directory)
-    assert digest(ours) == digest(made(directory, port=7))
-    assert len({digest(ours), digest(made(directory, numerics="exact")),
-                digest({**ours, "version of torch": "9.9"})}) == 3  # fmt: skip
+    assert digests(ours) == digests(made(directory, port=7))
+    assert len({digests(ours)[0], digests(made(directory, numerics="exact"))[0],
+                digests({**ours, "version of torch": "9.9"})[0]}) == 3  # fmt: skip
+    config = RuntimeConfig.from_flags(num_tokens=4096, tp=2)
+    more = dataclasses.replace(FACTS, memory_bytes=9 << 30)
+    plan = resolve(config, ModelConfig.from_dir(directory), more)
+    then = digests(identity(config, directory, plan))
+    assert then[0] == digests(ours)[0]
+    assert then[1] != digests(ours)[1]
 
 
 @pytest.mark.parametrize(("kind", "ranks", "cores", "threads"), [
