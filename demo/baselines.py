@@ -6,14 +6,16 @@ whose orders are weighed by how many different characters followed (Witten-Bell)
 
 from __future__ import annotations
 
-import argparse
 import math
+import sys
 from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Final
 
-from demo import text
-from demo.train import HELD_OUT, SPLIT_SEED
+import click
+
+from demo import cli, text
+from ftruntime.cli.group import FAILED, refusals
 
 ORDER: Final = 5
 
@@ -48,17 +50,16 @@ def ngram(train: str, held_out: str, order: int = ORDER) -> float:
     return bits / len(held_out)
 
 
-def main() -> None:
-    """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", type=Path)
-    folder = parser.parse_args().folder
-    parts = text.split(text.fetch(folder), seed=SPLIT_SEED, held_out=HELD_OUT)
-    train, held_out = (text.join(part) for part in parts)
+@click.command(context_settings=cli.SETTINGS)
+@cli.trained_folder
+def main(folder: Path) -> None:
+    """Bits a character of the held-out text in FOLDER under simple models."""
+    with refusals(FAILED):
+        train, held_out = map(text.join, text.fetch(folder))
     print(f"bits per character of {len(held_out)} held-out characters")
     print(f"unigram  {unigram(train, held_out):.4f}")
     print(f"{ORDER}-gram   {ngram(train, held_out):.4f}")
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(cli.run(main))

@@ -5,17 +5,18 @@ Also writes ``FOLDER/held_out.txt``, the chapters that training never saw.
 
 from __future__ import annotations
 
-import argparse
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import click
 import torch
-from tokenizers import Tokenizer
 from torch import Tensor
 
-from demo import shape, text
-from demo.train import HELD_OUT, SPLIT_SEED
+from demo import cli, shape
+from demo.files import replaced
 from ftruntime.checkpoint.names import expected_tensors, expert_name
+from ftruntime.cli.group import FAILED, USAGE, Failure, refusals
 from ftruntime.demo.write import fp4_pair, fp8_pair, write_checkpoint
 from ftruntime.model.config import ModelConfig
 
@@ -46,28 +47,37 @@ def expert_matrix(config: ModelConfig, weights: dict[str, Tensor], name: str) ->
     return w1 if matrix == "w1" else w3
 
 
-def export(folder: Path, directory: Path, *, force: bool = False) -> None:
-    """Write `directory` from the state in `folder`."""
-    state = torch.load(folder / "state.pt", weights_only=True, mmap=True)
+def export(trained: cli.Trained, directory: Path, *, force: bool = False) -> None:
+    """Write the checkpoint to `directory`.
+
+    Raises:
+        FileExistsError: the directory holds files and `force` is off, or files that are no demo's.
+    """
     config = shape.config()
+    weights = trained.state.weights
     with torch.no_grad():
         write_checkpoint(
-            directory, config=config, tokenizer=Tokenizer.from_file(str(folder / "tokenizer.json")),
-            tensors=stored(ModelConfig.from_dict(config), state["weights"]), force=force,
+            directory, config=config, tokenizer=trained.tokenizer,
+            tensors=stored(ModelConfig.from_dict(config), weights), force=force,
         )  # fmt: skip
-    _, held_out = text.split(text.fetch(folder), seed=SPLIT_SEED, held_out=HELD_OUT)
-    (folder / "held_out.txt").write_text(text.join(held_out), encoding="utf-8")
 
 
-def main() -> None:
-    """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("directory", type=Path)
-    parser.add_argument("--force", action="store_true")
-    args = parser.parse_args()
-    export(args.folder, args.directory, force=args.force)
+@click.command(context_settings=cli.SETTINGS)
+@cli.trained_folder
+@click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
+@click.option("--force", is_flag=True, help="Replace a demo checkpoint that is already there.")
+@cli.unfinished_option
+def main(folder: Path, directory: Path, force: bool, unfinished: bool) -> None:
+    """Write the checkpoint of the run in FOLDER to DIR, and FOLDER/held_out.txt."""
+    trained = cli.trained(folder, unfinished=unfinished)
+    with refusals(FAILED):
+        try:
+            export(trained, directory, force=force)
+        except FileExistsError as error:
+            raise Failure(str(error), USAGE) from error
+        with replaced(folder / "held_out.txt") as partial:
+            partial.write_text(trained.held_out, encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(cli.run(main))

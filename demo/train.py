@@ -1,45 +1,43 @@
 """Trains the demo model: ``python -m demo.train FOLDER``; run again, it goes on where it stopped.
 
 FOLDER gets the text, the tokenizer, ``state.pt`` every two minutes and at the end, and ``log.txt``.
-An interrupt or a SIGTERM saves and ends. `demo.export` makes the checkpoint of the state.
+An interrupt or a SIGTERM saves and ends with 128 and the signal's number as exit code.
+`demo.export` makes the checkpoint of the state.
 """
 
 from __future__ import annotations
 
-import argparse
 import math
-import os
-import signal
 import sys
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Final
 
-import numpy as np
+import click
 import torch
-from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from demo import shape, text
+from demo import cli, shape, state, text, tokenizer
 from demo.attention import Selection
 from demo.data import Batch, Data
-from demo.model import Ops, cast, forward, init_weights, weight_shapes
+from demo.files import digest, locked
+from demo.learning import is_learnt, matrix_blocks, rate_factor
+from demo.model import Ops, cast, forward, init_weights
 from demo.optimizer import Optimizer
 from demo.rounding import Rounding
-from ftruntime.demo.vocabulary import build_tokenizer
+from demo.state import State
+from ftruntime.cli.group import FAILED, USAGE, Failure, refusals
+from ftruntime.flags import FlagSpec
 from ftruntime.model.config import ModelConfig
 
-HELD_OUT: Final = 0.05
-SPLIT_SEED: Final = 20
 _SAVE_S: Final = 120
 _LOG_S: Final = 20
 # routes move between experts by this much a step
 _BIAS_STEP: Final = 0.002
 _INDEX_WEIGHT: Final = 0.2
-_HELD_STEPS, _RELEASE_STEPS = 60, 200
 
 
 @dataclass(frozen=True)
@@ -85,44 +83,62 @@ class Recipe:
 
 
 class Run:
-    """A training run in a folder."""
+    """A training run in a folder.
+
+    Raises:
+        OtherRecipe: the run in the folder began with another recipe.
+        OSError: a file or a program cannot be used.
+        ValueError: a file is not what it should be, or not the run's.
+    """
 
     def __init__(self, folder: Path, recipe: Recipe, ops: Ops) -> None:
         self.folder, self.recipe, self.ops = folder, recipe, ops
         self.config = ModelConfig.from_dict(shape.config())
-        train, _ = text.split(text.fetch(folder), seed=SPLIT_SEED, held_out=HELD_OUT)
-        self.tokenizer = tokenizer_of(folder, [chapter.text for chapter in train])
+        found = state.load(folder) if (folder / state.FILE).exists() else None
+        self.digests: dict[str, str] = {}
+        if found is not None:
+            found.check_recipe(vars(recipe))
+        train, _ = text.fetch(folder)
+        self._depend(folder / text.FILE, found)
+        self.tokenizer = tokenizer.tokenizer_of(folder, [chapter.text for chapter in train])
+        self._depend(folder / tokenizer.FILE, found)
         self.data = Data(train, self.tokenizer)
+        longest = max(stage.tokens for stage in STAGES)
+        if len(self.data.stream) <= longest:
+            raise ValueError(
+                f"{folder / text.FILE} has {len(self.data.stream)} tokens to train on, expected "
+                f"more than {longest}"
+            )
         counts = self.data.counts(self.config.vocab_size)
         self.weights = init_weights(self.config, counts, recipe.seed)
         learnt = {n: w for n, w in self.weights.items() if is_learnt(n)}
         self.optimizer = Optimizer(learnt, matrix_blocks(self.config))
         self.step, self.tokens, self.seconds = 0, 0, 0.0
-        if (folder / "state.pt").exists():
-            self._load()
+        if found is not None:
+            self._go_on(found)
         for weight in learnt.values():
             weight.requires_grad_(True)
 
-    def _load(self) -> None:
-        state = torch.load(self.folder / "state.pt", weights_only=True, mmap=True)
-        if state["recipe"] != vars(self.recipe):
-            raise ValueError(f"recipe is {vars(self.recipe)}, expected the run's {state['recipe']}")
-        for name, weight in state["weights"].items():
+    def _depend(self, file: Path, found: State | None) -> None:
+        if found is not None:
+            found.check_file(file)
+        self.digests[file.name] = digest(file.read_bytes())
+
+    def _go_on(self, found: State) -> None:
+        for name, weight in found.weights.items():
             self.weights[name].copy_(weight)
-        for name, value in state["optimizer"].items():
+        for name, value in found.optimizer.items():
             self.optimizer.state[name].copy_(value)
-        self.step, self.tokens, self.seconds = state["step"], state["tokens"], state["seconds"]
+        self.step, self.tokens, self.seconds = found.step, found.tokens, found.seconds
 
     def save(self) -> None:
-        """Write the state; the file appears whole or not at all."""
-        partial = self.folder / "state.partial"
-        state = {
-            "recipe": vars(self.recipe), "step": self.step, "tokens": self.tokens,
-            "seconds": self.seconds, "optimizer": self.optimizer.state,
-            "weights": {name: weight.detach() for name, weight in self.weights.items()},
-        }  # fmt: skip
-        torch.save(state, partial)
-        os.replace(partial, self.folder / "state.pt")
+        """Write the state, see `demo.state.save`."""
+        weights = {name: weight.detach() for name, weight in self.weights.items()}
+        now = State(
+            vars(self.recipe), self.step, self.tokens, self.seconds, self.optimizer.state, weights,
+            self.digests,
+        )  # fmt: skip
+        state.save(self.folder, now)
 
     @property
     def done(self) -> float:
@@ -132,6 +148,9 @@ class Run:
     def train_step(self) -> tuple[float, float, float]:
         """One step; loss a token in nats: of plain tokens, of answers about needles, and the
         indexers' loss.
+
+        Raises:
+            FloatingPointError: the loss is not finite; no weight has moved.
         """
         began = time.monotonic()
         stage, recipe = self.recipe.stage(self.done), self.recipe
@@ -143,7 +162,13 @@ class Run:
         )  # fmt: skip
         loss, plain, answers = weighted_loss(logits, batch)
         index_loss = sum(index, torch.zeros(()))
-        torch.autograd.backward(loss + _INDEX_WEIGHT * index_loss)
+        total = loss + _INDEX_WEIGHT * index_loss
+        if not math.isfinite(total.item()):
+            raise FloatingPointError(
+                f"loss of step {self.step + 1} is {total.item()}, expected a finite number: "
+                f"{state.FILE} is left as it was, begin anew with a lower --lr or --matrix-lr"
+            )
+        torch.autograd.backward(total)
         rate = recipe.rate(self.step, self.done)
         self.step += 1
         self.optimizer.step(
@@ -162,50 +187,6 @@ class Run:
                 bias += _BIAS_STEP * rate * torch.sign(load.float().mean() - load)
 
 
-def rate_factor(name: str, step: int) -> float:
-    """What multiplies the learning rate of a weight at a step.
-
-    Queries and keys keep the start that `demo.wiring` gives them until what they find is of use.
-    What sublayers add to the streams grows slower than the embedding, which would drown in it.
-    """
-    if name == "embed.weight":
-        return 4.0
-    if name.endswith((".wq_a.weight", ".attn.wq_b.weight", ".wkv.weight")):
-        return min(1.0, max(0.0, (step - _HELD_STEPS) / _RELEASE_STEPS))
-    return 0.3 if name.endswith((".wo_b.weight", ".w2", ".w2.weight")) else 1.0
-
-
-def is_learnt(name: str) -> bool:
-    """Whether a weight has a gradient: the hash tables and the routers' biases have none."""
-    return not name.endswith((".tid2eid", "gate.bias"))
-
-
-def tokenizer_of(folder: Path, texts: list[str]) -> Tokenizer:
-    """The folder's tokenizer, trained first if it is not there."""
-    file = folder / "tokenizer.json"
-    if not file.exists():
-        build_tokenizer(shape.VOCAB_SIZE, texts).save(str(file))
-    return Tokenizer.from_file(str(file))
-
-
-def matrix_blocks(config: ModelConfig) -> dict[str, tuple[int, int, int]]:
-    """Which weights Muon moves, and in which blocks: experts, heads and groups are apart."""
-    blocks = {}
-    for name, (size, kind) in weight_shapes(config).items():
-        rows, columns = size[-2:] if len(size) > 1 else (0, 0)
-        if kind == "I8":
-            parts = 2 if name.endswith("w13") else 1
-            blocks[name] = (size[0] * parts, rows // parts, columns)
-        elif name.endswith(".wq_b.weight"):
-            heads = config.index_n_heads if ".indexer." in name else config.num_attention_heads
-            blocks[name] = (heads, rows // heads, columns)
-        elif name.endswith(".wo_a.weight"):
-            blocks[name] = (config.o_groups, rows // config.o_groups, columns)
-        elif kind == "F8_E4M3" or name.endswith((".wkv.weight", ".wgate.weight")):
-            blocks[name] = (1, rows, columns)
-    return blocks
-
-
 def weighted_loss(logits: Tensor, batch: Batch) -> tuple[Tensor, float, float]:
     """Mean over tokens, each with its weight, of the loss of predicting it from those before; and
     for the log the means of tokens with weight 1 and of others, NaN where there are none.
@@ -219,91 +200,85 @@ def weighted_loss(logits: Tensor, batch: Batch) -> tuple[Tensor, float, float]:
     return (losses * weights).sum() / weights.sum(), plain, answers
 
 
-class _Stop:
-    """Set by SIGTERM and SIGINT; a second signal ends at once."""
-
-    def __init__(self) -> None:
-        self.asked = False
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._handle)
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.asked:
-            sys.exit(1)
-        self.asked = True
+def means(losses: list[tuple[float, float, float]]) -> list[float]:
+    """Mean of each column over the rows that have it; NaN where none has."""
+    values: list[float] = torch.tensor(losses, dtype=torch.float64).nanmean(0).tolist()
+    return values
 
 
-def run(folder: Path, recipe: Recipe, *, compiled: bool) -> bool:
-    """Train to the end or until a signal; True at the end."""
-    stop = _Stop()
-    state = Run(folder, recipe, Ops.compiled() if compiled else Ops())
-    torch._dynamo.config.recompile_limit = 256
+def train(run: Run) -> int:
+    """Train to the end, 0, or until a signal, whose number is returned.
+
+    Raises:
+        FloatingPointError: a loss or a weight is not finite; ``state.pt`` is of an earlier step.
+        OSError: the folder cannot be written.
+    """
     saved = logged = began = time.monotonic()
-    first_tokens, losses = state.tokens, []
-    with (folder / "log.txt").open("a") as log:
-        while state.done < 1 and not stop.asked:
-            losses.append(state.train_step())
+    first_tokens, losses = run.tokens, []
+    with (run.folder / "log.txt").open("a") as log, cli.stoppable() as stop:
+        while run.done < 1 and not stop.signal:
+            losses.append(run.train_step())
             now = time.monotonic()
-            if now - logged > _LOG_S or state.done >= 1:
-                rate = (state.tokens - first_tokens) / (now - began)
-                plain, answers, index = np.nanmean(np.array(losses), axis=0)
+            if now - logged > _LOG_S or run.done >= 1:
+                rate = (run.tokens - first_tokens) / (now - began)
+                plain, answers, index = means(losses)
                 line = (
-                    f"step={state.step} tokens={state.tokens} loss={plain:.4f} "
+                    f"step={run.step} tokens={run.tokens} loss={plain:.4f} "
                     f"answers={answers:.4f} index={index:.4f} tokens_per_s={rate:.0f} "
-                    f"left_min={(recipe.total_tokens - state.tokens) / rate / 60:.1f}"
+                    f"left_min={(run.recipe.total_tokens - run.tokens) / rate / 60:.1f}"
                 )
                 print(line, flush=True)
                 log.write(line + "\n")
                 log.flush()
                 logged, losses = now, []
             if now - saved > _SAVE_S:
-                state.save()
+                run.save()
                 saved = now
-    state.save()
-    return state.done >= 1
+        run.save()
+    return 0 if run.done >= 1 else stop.signal
 
 
-@torch.no_grad()
-def bits_per_char(
-    config: ModelConfig, w: dict[str, Tensor], tokenizer: Tokenizer, held_out: str, *,
-    window: int, rounding: Rounding, limit: int | None = None,
-    selection: Selection | None = None,
-) -> float:  # fmt: skip
-    """Bits a character over windows of BOS and `window - 1` tokens, each apart; `limit` bounds the
-    number of windows. `window` is a multiple of 128.
-    """
-    ids = tokenizer.encode(held_out).ids
-    starts = range(0, len(ids), window - 1)[:limit]
-    nats, chars = 0.0, 0
-    for start in starts:
-        part = ids[start : start + window - 1]
-        row = torch.zeros(1, window, dtype=torch.int64)
-        row[0, 0] = config.bos_token_id
-        row[0, 1 : len(part) + 1] = torch.tensor(part)
-        logits, _, _ = forward(config, w, row, rounding=rounding, selection=selection)
-        nats += float(
-            cross_entropy(logits[0, : len(part)], row[0, 1 : len(part) + 1], reduction="sum")
-        )
-        chars += len(tokenizer.decode(part))
-    return nats / chars / math.log(2)
+_SEED: Final = FlagSpec(kind="int", help="Seed of weights and batches.", default=0, low=0)
+_TOKENS: Final = FlagSpec(
+    kind="int", help="Tokens of the whole run.", default=Recipe.total_tokens, low=1
+)  # fmt: skip
+_LR: Final = FlagSpec(
+    kind="float", help="Highest rate of Adam.", default=Recipe.lr, low=0, low_open=True
+)  # fmt: skip
+_MATRIX_LR: Final = FlagSpec(
+    kind="float", help="Highest rate of Muon.", default=Recipe.matrix_lr, low=0, low_open=True
+)  # fmt: skip
 
 
-def main() -> None:
-    """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--seed", type=int, default=Recipe.seed)
-    parser.add_argument("--tokens", type=int, default=Recipe.total_tokens)
-    parser.add_argument("--lr", type=float, default=Recipe.lr)
-    parser.add_argument("--matrix-lr", type=float, default=Recipe.matrix_lr)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--eager", action="store_true", help="without torch.compile")
-    args = parser.parse_args()
-    torch.set_num_threads(args.threads)
-    recipe = Recipe(seed=args.seed, total_tokens=args.tokens, lr=args.lr, matrix_lr=args.matrix_lr)
-    finished = run(args.folder, recipe, compiled=not args.eager)
-    print("finished" if finished else "stopped", flush=True)
+@click.command(context_settings=cli.SETTINGS)
+@click.argument("folder", metavar="FOLDER", type=click.Path(path_type=Path))
+@cli.option("seed", _SEED)
+@cli.option("tokens", _TOKENS)
+@cli.option("lr", _LR)
+@cli.option("matrix_lr", _MATRIX_LR)
+@cli.option("threads", cli.THREADS)
+@click.option("--eager", is_flag=True, help="Without torch.compile.")
+def main(
+    folder: Path, seed: int, tokens: int, lr: float, matrix_lr: float, threads: int, eager: bool
+) -> int:  # fmt: skip
+    """Train the demo model in FOLDER, or go on where it stopped."""
+    recipe = Recipe(seed=seed, total_tokens=tokens, lr=lr, matrix_lr=matrix_lr)
+    if folder.exists() and not folder.is_dir():
+        raise Failure(f"FOLDER is {folder}, expected a directory or a new name", USAGE)
+    torch.set_num_threads(threads)
+    torch._dynamo.config.recompile_limit = 256
+    with ExitStack() as stack:
+        with refusals(FAILED):
+            folder.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(locked(folder))
+            try:
+                run = Run(folder, recipe, Ops() if eager else Ops.compiled())
+            except state.OtherRecipe as error:
+                raise Failure(str(error), USAGE) from error
+        stopped = train(run)
+    print("stopped" if stopped else "finished", flush=True)
+    return 128 + stopped if stopped else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(cli.run(main))
