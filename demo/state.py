@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -119,6 +120,8 @@ def save(folder: Path, state: State) -> None:
             f"weights of step {state.step} are not finite: {FILE} is left as it was, begin anew "
             "with a lower --lr or --matrix-lr"
         )
-    # a file of Python's own says why it cannot be written
-    with replaced(folder / FILE) as partial, partial.open("wb") as file:
-        torch.save(vars(state), file)
+    # torch writing to a file itself would not say why it cannot
+    content = io.BytesIO()
+    torch.save(vars(state), content)
+    with replaced(folder / FILE) as partial:
+        partial.write_bytes(content.getbuffer())

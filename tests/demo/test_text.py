@@ -6,13 +6,15 @@ added count left out of the unigram, kinds and total swapped in the 5-gram.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import math
 import string
+from pathlib import Path
 
 import pytest
 
-from demo import baselines, text
+from demo import baselines, cli, text
 
 RAW = """
 
@@ -43,6 +45,7 @@ def test_parse():
     [
         ("", "text is empty, expected chapters"),
         ("  1 A verse.", "line 1 is '  1 A verse.', expected a heading or a verse"),
+        (RAW + "Ruth 1\n", "Ruth 1 is empty, expected verses"),
         (RAW + "and so on", "line 11 is 'and so on', expected a heading or a verse"),
     ],
 )
@@ -62,6 +65,104 @@ def test_split(share):
     assert text.split(chapters, seed=2, held_out=share) != (train, held_out)
     if share == 0.3:
         assert held_out != chapters[:30]
+
+
+def test_a_split_leaves_some_to_train_on():
+    with pytest.raises(ValueError, match="text has 1 chapters, expected more than 1"):
+        text.split([text.Chapter("Book 1", ("x",))], seed=1, held_out=0.05)
+
+
+APT = "#!/bin/sh\n[ $1 = download ] && : > a_1.deb\n"
+DPKG = """#!/bin/sh
+/bin/mkdir -p "$3/usr/bin" && printf '#!/bin/sh\\n%s' "$BIBLE" > "$3/usr/bin/bible"
+/bin/chmod +x "$3/usr/bin/bible"
+"""
+
+
+@pytest.fixture
+def programs(tmp_path, monkeypatch):
+    """Puts programs on a PATH that has no others; `bible` prints the text above."""
+    path = tmp_path / "bin"
+    path.mkdir()
+    monkeypatch.setenv("PATH", str(path))
+    monkeypatch.setenv("BIBLE", f"printf '{RAW}'")
+
+    def put(**scripts):
+        for name, script in scripts.items():
+            file = path / name.replace("_", "-")
+            file.write_text(script)
+            file.chmod(0o755)
+
+    return put
+
+
+def test_the_text_is_fetched_once(tmp_path, programs, caplog, monkeypatch):
+    programs(apt_get=APT, dpkg_deb=DPKG)
+    monkeypatch.chdir(tmp_path)
+    folder = Path("folder")  # relative: programs run elsewhere
+    folder.mkdir()
+    train, held_out = text.fetch(folder)
+    assert sorted(c.heading for c in train + held_out) == ["1 Samuel 31", "Genesis 1"]
+    assert [file.name for file in folder.iterdir()] == ["kjv.txt"]
+    assert (folder / "kjv.txt").read_text() == RAW
+    found = hashlib.sha256(RAW.encode()).hexdigest()[:16]
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        f"folder/kjv.txt has sha256 {found}, not 6f74f5589333c56c of the text that the figures of "
+        "demo/README.md are of"
+    )
+    monkeypatch.setattr(text, "SHA256", hashlib.sha256(RAW.encode()).hexdigest())
+    programs(apt_get="#!/bin/sh\nexit 1\n")
+    caplog.clear()
+    assert text.fetch(folder) == (train, held_out)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("scripts", "bible", "sentence"),
+    [
+        ({}, "", "apt-get cannot be run (No such file or directory): "),
+        (
+            {"apt_get": "#!/bin/sh\necho E: first >&2\necho E: no network >&2\nexit 100\n"}, "",
+            "apt-get failed (E: no network): ",
+        ),
+        ({"apt_get": "#!/bin/sh\nexit 100\n"}, "", "apt-get failed (exit code 100): "),
+        ({"apt_get": APT}, "", "dpkg-deb cannot be run (No such file or directory): "),
+        (
+            {"apt_get": APT, "dpkg_deb": "#!/bin/sh\n"}, "",
+            "bible cannot be run (No such file or directory): ",
+        ),
+        (
+            {"apt_get": APT, "dpkg_deb": DPKG}, f"printf '{RAW}'; exit 3",
+            "bible failed (exit code 3): ",
+        ),
+        (
+            {"apt_get": APT, "dpkg_deb": DPKG}, "",
+            "folder/kjv.txt: text is empty, expected chapters",
+        ),
+    ],
+)  # fmt: skip
+def test_a_text_that_cannot_be_fetched(
+    tmp_path, programs, capsys, monkeypatch, scripts, bible, sentence
+):
+    programs(**scripts)
+    monkeypatch.setenv("BIBLE", bible)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    assert cli.run(baselines.main, ["folder"]) == 1
+    if sentence.endswith(": "):
+        sentence += (
+            "the text comes from Debian's packages bible-kjv and bible-kjv-text, over the network; "
+            "elsewhere, put the kjv.txt of another folder into folder"
+        )
+    assert capsys.readouterr() == ("", sentence + "\n")
+    assert not list((tmp_path / "folder").iterdir())
+
+
+def test_a_text_that_is_not_utf_8(tmp_path):
+    (tmp_path / "kjv.txt").write_bytes(RAW.encode() + b"\xff")
+    with pytest.raises(ValueError, match=r"kjv\.txt: 'utf-8' codec .*; removed, it is fetched "):
+        text.fetch(tmp_path)
 
 
 def test_unigram_by_hand():
