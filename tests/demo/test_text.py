@@ -2,6 +2,7 @@
 
 Mutants run, each noticed: a verse without its last character, a split that follows the order, an
 added count left out of the unigram, kinds and total swapped in the 5-gram.
+Mutants of `fetch`: no warning of another text, a program's failure ignored, a relative folder.
 """
 
 from __future__ import annotations
