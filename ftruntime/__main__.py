@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from ftruntime.demo_cache import DISTRIBUTION
+from ftruntime.distribution import DISTRIBUTION
 
 _FAILED = 1
 

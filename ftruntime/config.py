@@ -52,7 +52,7 @@ class RuntimeConfig:
     """
 
     model: str | None = words(
-        None, "Checkpoint directory.", shown_default="a demo checkpoint, made and cached"
+        None, "Checkpoint directory.", shown_default="demo-kjv, a small one that comes along"
     )
     tensor_parallel_size: int = integer(
         1, "Ranks, one process each.", low=1, aliases=("--tp",)

@@ -12,7 +12,7 @@ from types import FrameType, TracebackType
 
 from ftruntime.completion import Completion, RequestOutput, request_output
 from ftruntime.config import RuntimeConfig
-from ftruntime.demo_cache import ensure_demo
+from ftruntime.distribution import demo_directory
 from ftruntime.engine.build import build_engine
 from ftruntime.engine.collect import fewer_collections
 from ftruntime.engine.loop import EngineLoop
@@ -29,7 +29,7 @@ class LLM:
     """A model and its engine. Every flag of `ftruntime serve` is a keyword, with `_` for `-`.
 
     Args:
-        model: checkpoint directory; None makes and caches the demo checkpoint.
+        model: checkpoint directory; None is the trained demo of this installation.
         flags: `max_running_requests=8`, `num_tokens=8192` and so on.
 
     Raises:
@@ -43,7 +43,7 @@ class LLM:
         given = flags if model is None else {"model": str(model), **flags}
         config = RuntimeConfig.from_flags(**given)
         with StartProgress() as progress:
-            directory = ensure_demo() if config.model is None else Path(config.model)
+            directory = demo_directory() if config.model is None else Path(config.model)
             self._tokenizer = _tokenizer(directory)
             self._loop: EngineLoop | None = build_engine(config, progress)
         info = self._loop.info

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from ftruntime.demo_cache import DISTRIBUTION
+from ftruntime.distribution import DISTRIBUTION
 from ftruntime.flags import FlagSpec, refuse
 
 SUFFIXES = (".png", ".svg", ".pdf")

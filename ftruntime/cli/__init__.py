@@ -11,7 +11,7 @@ import click
 
 from ftruntime.cli import bench_stall, doctor, evaluate, inspect, make_demo, serve, simulate
 from ftruntime.cli.group import Group
-from ftruntime.demo_cache import version
+from ftruntime.distribution import version
 
 
 @click.group(

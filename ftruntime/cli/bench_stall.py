@@ -13,7 +13,7 @@ from ftruntime import log
 from ftruntime.bench.report import print_table
 from ftruntime.bench.settings import BenchError, StallSettings, stall_specs
 from ftruntime.cli.group import FAILED, USAGE, Failure, refusals
-from ftruntime.demo_cache import DISTRIBUTION
+from ftruntime.distribution import DISTRIBUTION
 from ftruntime.flags import checked
 from ftruntime.options import given_values, options
 from ftruntime.timeline import PLOT, check_drawable

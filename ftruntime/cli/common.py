@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import FrameType
 
 from ftruntime.cli.group import FAILED, USAGE, Failure, refusals
 from ftruntime.config import RuntimeConfig
@@ -36,6 +38,23 @@ def progress_bar(title: str) -> Iterator[Callable[[str, float], None] | None]:
     with Progress(console=console, transient=True) as bar:
         task = bar.add_task(title, total=1.0)
         yield lambda name, share: bar.update(task, completed=share, description=f"{title} {name}")
+
+
+@contextlib.contextmanager
+def tidy_end() -> Iterator[None]:
+    """SIGTERM and SIGHUP unwind what runs within, so that it removes what it has begun; the exit
+    code is 128 and the signal's number.
+    """
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    old = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)
 
 
 def log_lines(notes: Sequence[str], warnings: Sequence[str]) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import stat
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -14,12 +16,14 @@ from ftruntime import log
 from ftruntime.cli.common import checkpoint_shape, progress_bar
 from ftruntime.cli.group import FAILED, USAGE, refusals
 from ftruntime.config import RuntimeConfig
-from ftruntime.demo_cache import ensure_demo
+from ftruntime.distribution import demo_directory
 from ftruntime.evaluate.settings import DEFAULT_CONTEXT, eval_specs
 from ftruntime.facts import probe
 from ftruntime.flags import checked, parse, refuse
 from ftruntime.options import flag_options, options, read_config
 from ftruntime.plan import resolve
+
+_logger = logging.getLogger(__name__)
 
 
 @click.command("eval")
@@ -45,11 +49,13 @@ def evaluate(
         facts = probe(config.device)
     log.setup("warning")
     with refusals(FAILED):
-        config = config if config.model is not None else replace(config, model=str(ensure_demo()))
+        if config.model is None:
+            config = replace(config, model=str(demo_directory()))
     shape = checkpoint_shape(config)
     with refusals(USAGE):
         longest = resolve(config, shape, facts).max_model_len
         context = _context(given["context"], longest)
+    _check_text(text, Path(str(config.model)), longest if needles else None)
     with refusals(FAILED):
         values = _run(config, text, context, longest, needles, given)
     click.echo(json.dumps(values, allow_nan=False) if as_json else table(values))
@@ -71,7 +77,12 @@ def _read(path: int | str | None) -> str:
         refuse("text", "missing", "a UTF-8 file")
     file = Path(str(path))
     try:
+        mode = file.stat().st_mode
+        if not (stat.S_ISREG(mode) or stat.S_ISFIFO(mode)):
+            refuse("text", str(file), "a file or a pipe")
         text = file.read_bytes().decode("utf-8")
+    except OSError as error:
+        refuse("text", str(file), f"a file that can be read ({error.strerror})")
     except UnicodeDecodeError as error:
         refuse("text", str(file), f"a UTF-8 file ({error.reason} at byte {error.start})")
     if not text:
@@ -81,11 +92,33 @@ def _read(path: int | str | None) -> str:
 
 def _context(given: int | str | None, longest: int) -> int:
     most = longest - 1  # the engine generates one token behind a window
+    if most < 2:
+        refuse("max-model-len", longest, "at least 3 to score a text")
     if given is None:
         return min(DEFAULT_CONTEXT, most)
     if int(given) > most:
         refuse("context", given, f"at most {most}, one less than the longest sequence served")
     return int(given)
+
+
+def _check_text(text: str, directory: Path, longest: int | None) -> None:
+    """What only the tokenizer can tell of the text; `longest` of a prompt with needles, if any."""
+    from ftruntime.evaluate.score import distances_of
+    from ftruntime.tokenizer.tokenizer import Tokenizer
+
+    with refusals(FAILED):
+        tokenizer = Tokenizer.from_dir(directory)
+    with refusals(USAGE):
+        ids = tokenizer.encode(text)
+        if longest is not None:
+            distances_of(len(ids), longest)
+    added = tokenizer.backend.get_added_tokens_decoder()
+    special = [added[i].content for i in ids if i in added]
+    if special:
+        _logger.warning(
+            "--text spells out %d special tokens such as %s: each is scored as one token",
+            len(special), special[0],
+        )  # fmt: skip
 
 
 def _run(
@@ -98,7 +131,8 @@ def _run(
     flags = {name: getattr(config, name) for name in config.explicit} | {"model": config.model}
     began = time.monotonic()
     with LLM(**flags) as llm, progress_bar("scoring") as progress:
-        together = config.max_running_requests
+        # enough to fill a step, and the bar moves
+        together = min(config.max_running_requests, 4)
         result = score.score_text(
             llm, llm.tokenizer, text, context=context, together=together, progress=progress
         )
@@ -106,8 +140,8 @@ def _run(
         if needles:
             recalls = score.score_needles(
                 llm, llm.tokenizer, text, trials=int(given["trials"] or 1),
-                seed=int(given["seed"] or 0), longest=longest, together=together,
-                progress=progress,
+                seed=int(given["seed"] or 0), longest=longest, progress=progress,
+                together=config.max_running_requests,
             )  # fmt: skip
     return {
         "model": config.model, "text": given["text"], **result.to_dict(),

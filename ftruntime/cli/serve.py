@@ -12,10 +12,10 @@ from pathlib import Path
 import click
 
 from ftruntime import log
-from ftruntime.cli.common import checkpoint_shape, log_lines, progress_bar
+from ftruntime.cli.common import checkpoint_shape, log_lines
 from ftruntime.cli.group import FAILED, USAGE, Failure, refusals
 from ftruntime.config import RuntimeConfig
-from ftruntime.demo_cache import DISTRIBUTION, ensure_demo
+from ftruntime.distribution import DISTRIBUTION, demo_directory
 from ftruntime.effective import inactive_flags
 from ftruntime.engine.meeting import Meeting, meeting_for
 from ftruntime.facts import probe
@@ -102,8 +102,8 @@ def _front() -> None:
 def _with_model(config: RuntimeConfig) -> RuntimeConfig:
     if config.model is not None:
         return config
-    with refusals(FAILED), progress_bar("writing the demo checkpoint") as progress:
-        return replace(config, model=str(ensure_demo(progress)))
+    with refusals(FAILED):
+        return replace(config, model=str(demo_directory()))
 
 
 def _check_platform() -> None:

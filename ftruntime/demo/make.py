@@ -1,14 +1,18 @@
-"""Writes the demo checkpoint: random weights, exactly the official directory format."""
+"""Writes demo checkpoints, exactly in the official directory format: random weights, or a copy of
+the trained ones.
+"""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 from ftruntime.demo.presets import VOCAB_SIZE, demo_config
 from ftruntime.demo.vocabulary import build_tokenizer, readable_ids
 from ftruntime.demo.weights import DemoWeights
-from ftruntime.demo.write import write_checkpoint
+from ftruntime.demo.write import new_directory, write_checkpoint
+from ftruntime.distribution import demo_directory
 from ftruntime.model.config import ModelConfig
 
 
@@ -20,7 +24,7 @@ def make_demo(
     force: bool = False,
     progress: Callable[[str, float], None] | None = None,
 ) -> None:
-    """Write a demo checkpoint; equal arguments give equal bytes.
+    """Write a random demo checkpoint; equal arguments give equal bytes.
 
     The directory appears in one move, so an interrupted call leaves no half checkpoint under its
     name.
@@ -47,3 +51,20 @@ def make_demo(
         directory, config=config, tokenizer=tokenizer, tensors=weights.tensors(), force=force,
         progress=progress,
     )  # fmt: skip
+
+
+def copy_demo(directory: Path, *, force: bool = False) -> None:
+    """Write a copy of the trained demo checkpoint.
+
+    Args:
+        directory, force: as of `make_demo`.
+
+    Raises:
+        FileExistsError: as `make_demo`.
+        FileNotFoundError: this installation lacks the checkpoint.
+    """
+    source = demo_directory()
+    with new_directory(directory, force=force) as partial:
+        for file in source.iterdir():
+            if file.is_file():
+                shutil.copyfile(file, partial / file.name)

@@ -8,9 +8,11 @@ import re
 import shutil
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 
@@ -18,13 +20,15 @@ import ftkernels
 from ftruntime.checkpoint.names import FP4_GROUP, FP8_BLOCK
 from ftruntime.demo.presets import GENERATION_CONFIG
 from ftruntime.demo.vocabulary import tokenizer_config
+from ftruntime.distribution import DEMO_DIRECTORY
 from ftruntime.model.config import ModelConfig
 
 _SHARD_BYTES = 6_000_000
 _OWN_FILES = re.compile(
     r"(config|generation_config|tokenizer|tokenizer_config|model\.safetensors\.index)\.json"
-    r"|model-\d{5}-of-\d{5}\.safetensors"
+    r"|model-\d{5}-of-\d{5}\.safetensors|NOTICE\.md"
 )
+_MOST_BYTES = 64_000_000  # of a demo: what is larger is somebody's model
 
 Named = tuple[str, torch.Tensor]
 
@@ -54,19 +58,31 @@ def write_checkpoint(
             demo's.
     """
     model = ModelConfig.from_dict(config)
-    directory = Path(directory).absolute()
-    _check_target(directory, force)
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    partial = directory.with_name(f".{directory.name}.partial-{os.getpid()}")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
-    try:
+    with new_directory(directory, force=force) as partial:
         _write_json(partial / "config.json", config)
         _write_json(partial / "generation_config.json", GENERATION_CONFIG)
         tokenizer.save(str(partial / "tokenizer.json"))
         settings = tokenizer_config(model.max_position_embeddings)
         _write_json(partial / "tokenizer_config.json", settings)
         _write_tensors(partial, tensors, progress)
+
+
+@contextmanager
+def new_directory(directory: Path, *, force: bool) -> Iterator[Path]:
+    """A folder to fill, which then takes the name `directory` in one move; as `write_checkpoint`.
+
+    Raises:
+        FileExistsError: the directory holds files and `force` is off, or files that are not a
+            demo's; or it is that of this installation, or around the current one.
+    """
+    directory = Path(directory).resolve()
+    _check_target(directory, force)
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    partial = directory.with_name(f".{directory.name}.partial-{os.getpid()}")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    try:
+        yield partial
         if directory.exists():
             shutil.rmtree(directory)
         partial.rename(directory)
@@ -116,6 +132,13 @@ def _scale_name(weight_name: str) -> str:
 
 
 def _check_target(directory: Path, force: bool) -> None:
+    own = DEMO_DIRECTORY.resolve()
+    if directory.is_relative_to(own) or own.is_relative_to(directory):
+        raise FileExistsError(
+            f"{directory} is where this installation keeps its demo, expected another directory"
+        )
+    if Path.cwd().is_relative_to(directory):
+        raise FileExistsError(f"{directory} is or holds the current directory, expected another")
     if not directory.exists():
         above = next(parent for parent in directory.parents if parent.exists())
         if not above.is_dir():
@@ -128,11 +151,26 @@ def _check_target(directory: Path, force: bool) -> None:
         raise FileExistsError(
             f"{directory} is not empty, expected a new directory (--force replaces a demo)"
         )
+    foreign = _foreign(directory, names)
+    if foreign is not None:
+        raise FileExistsError(
+            f"{directory} holds {foreign}, expected nothing but a demo checkpoint to replace"
+        )
+
+
+def _foreign(directory: Path, names: list[str]) -> str | None:
+    """What in the directory is not of a demo checkpoint, if anything."""
     for name in names:
-        if not _OWN_FILES.fullmatch(name):
-            raise FileExistsError(
-                f"{directory} holds {name}, expected nothing but a demo checkpoint to replace"
-            )
+        if not _OWN_FILES.fullmatch(name) or not (directory / name).is_file():
+            return name
+    if names:
+        try:
+            ModelConfig.from_dir(directory)
+        except (OSError, ValueError):
+            return "a config.json of another model" if "config.json" in names else names[0]
+    if sum((directory / name).stat().st_size for name in names) > _MOST_BYTES:
+        return f"more than {_MOST_BYTES // 10**6} MB"
+    return None
 
 
 def _write_tensors(
@@ -143,7 +181,10 @@ def _write_tensors(
     mode = stat.S_IMODE((directory / "config.json").stat().st_mode)  # what the umask leaves
     for number, shard in enumerate(shards, start=1):
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        save_file(shard, directory / file, metadata={"format": "pt"})
+        try:
+            save_file(shard, directory / file, metadata={"format": "pt"})
+        except SafetensorError as error:
+            raise OSError(f"{directory / file} cannot be written ({error})") from error
         (directory / file).chmod(mode)  # the library keeps it to its owner
         weight_map.update(dict.fromkeys(shard, file))
         if progress is not None:

@@ -11,7 +11,7 @@ import shutil
 import textwrap
 from collections.abc import Callable
 
-from ftruntime.demo_cache import DISTRIBUTION
+from ftruntime.distribution import DISTRIBUTION
 from ftruntime.doctor import card, software
 from ftruntime.doctor.check import Check, State, failed
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from ftruntime.demo_cache import DISTRIBUTION
+from ftruntime.distribution import DISTRIBUTION
 from ftruntime.doctor.check import GIB, MIB, Check, failed
 
 if TYPE_CHECKING:

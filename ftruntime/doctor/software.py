@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from typing import Final
 
-from ftruntime.demo_cache import DISTRIBUTION
+from ftruntime.distribution import DISTRIBUTION
 from ftruntime.doctor.check import Check
 
 OLDEST_PYTHON: Final = (3, 10)

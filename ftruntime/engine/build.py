@@ -15,7 +15,7 @@ import ftkernels
 from ftruntime.checkpoint.index import how_to_load, num_shards
 from ftruntime.checkpoint.loader import load_weights
 from ftruntime.config import RuntimeConfig
-from ftruntime.demo_cache import ensure_demo
+from ftruntime.distribution import demo_directory
 from ftruntime.effective import effective_flags
 from ftruntime.engine.agreement import digests, identity, require_alike
 from ftruntime.engine.executor import DeviceExecutor, LeadingExecutor, Runs
@@ -106,7 +106,7 @@ def build_engine(
         MemoryError: it does not fit.
     """
     if config.model is None:
-        config = replace(config, model=str(ensure_demo()))
+        config = replace(config, model=str(demo_directory()))
     directory = Path(str(config.model))
     facts = probe(config.device)
     parallel: TensorParallel | None = None

@@ -19,7 +19,7 @@ DISTANCES: Final = (300, 600, 1000, 1500, 2000, 3000)
 # of other needles in one prompt, and the tokens in front of the first
 _OTHERS: Final = 3
 _LEAD_TOKENS: Final = 40
-_ROOM_TOKENS: Final = 100  # statements, question and answer together
+_ROOM_TOKENS: Final = 110  # the statement, question and answer, were a token a byte
 
 Progress = Callable[[str, float], None]
 
@@ -132,24 +132,13 @@ def score_needles(
     begins with its number.
 
     Args:
-        longest: tokens that a prompt and its answer may have; distances that need more are left
-            out.
+        longest: as of `distances_of`.
 
     Raises:
-        ValueError: the text is too short for the longest distance, or none fits.
+        ValueError: as `distances_of`.
     """
-    fitting = [d for d in DISTANCES if d + _LEAD_TOKENS + _ROOM_TOKENS <= longest]
-    if not fitting:
-        raise ValueError(
-            f"--max-model-len is {longest}, expected at least "
-            f"{DISTANCES[0] + _LEAD_TOKENS + _ROOM_TOKENS} for needles"
-        )
     filler = encoder.encode(text)
-    if len(filler) <= fitting[-1] + _LEAD_TOKENS:
-        raise ValueError(
-            f"--text has {len(filler)} tokens, expected more than {fitting[-1] + _LEAD_TOKENS} to "
-            "hide needles in"
-        )
+    fitting = distances_of(len(filler), longest)
     rng = random.Random(seed)
     results = []
     for number, distance in enumerate(fitting):
@@ -166,6 +155,28 @@ def score_needles(
                 progress("needles", (number + min(1.0, (start + together) / trials)) / len(fitting))
         results.append(Recall(distance, trials, found))
     return results
+
+
+def distances_of(num_tokens: int, longest: int) -> list[int]:
+    """The `DISTANCES` that a text of so many tokens and the engine have room for.
+
+    Args:
+        longest: tokens that a prompt and its answer may have.
+
+    Raises:
+        ValueError: there is room for none.
+    """
+    least = DISTANCES[0] + _LEAD_TOKENS
+    if longest < least + _ROOM_TOKENS:
+        raise ValueError(
+            f"--max-model-len is {longest}, expected at least {least + _ROOM_TOKENS} for needles"
+        )
+    if num_tokens <= least:
+        raise ValueError(
+            f"--text has {num_tokens} tokens, expected more than {least} to hide needles in"
+        )
+    most = min(longest - _ROOM_TOKENS, num_tokens - 1) - _LEAD_TOKENS
+    return [distance for distance in DISTANCES if distance <= most]
 
 
 def is_answer(text: str, answer: str) -> bool:

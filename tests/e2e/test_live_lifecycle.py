@@ -8,6 +8,7 @@ health that does not know the present step.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import time
@@ -17,7 +18,7 @@ import httpx
 import pytest
 
 from tests.support.failing_server import FAIL_IDS, FAIL_LATER_IDS, STALL_IDS, STALL_S
-from tests.support.live import Launcher, Live, Stream, free_port, greedy, is_alive, until
+from tests.support.live import MODEL, Launcher, Live, Stream, free_port, greedy, is_alive, until
 
 PROMPT = "Once upon a time"
 FLAGS = ("--num-tokens", "2048")
@@ -62,7 +63,15 @@ def test_g08_without_a_model_the_demo_is_served_and_a_second_signal_aborts(
 ) -> None:
     live = launcher.spawn(*FLAGS, with_model=False)
     live.wait_ready()
-    assert list((launcher.root / "cache" / "ftruntime").glob("demo-*/config.json"))
+    answer = live.post(
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": "What is written of Moses?"}], "model": MODEL,
+         "temperature": 0, "max_tokens": 500},
+    )  # fmt: skip
+    (choice,) = answer.json()["choices"]
+    # the trained one: it ends by itself, in words
+    assert choice["finish_reason"] == "stop"
+    assert len(re.findall(r"\b(?:and|the|of|unto|him|that)\b", choice["message"]["content"])) >= 3
     stream = Stream(live, greedy(PROMPT, 1900))
     stream.wait_events(3)
     live.process.send_signal(signal.SIGTERM)

@@ -258,7 +258,9 @@ def test_torchrun_is_ended_after_what_runs(launcher: Launcher) -> None:
 def test_ranks_with_other_weights_do_not_start(launcher: Launcher, tmp_path: Path) -> None:
     """Of the same shapes."""
     other = tmp_path / "other"
-    made = subprocess.run([*cli(), "make-demo", str(other), "--seed", "1"], capture_output=True)
+    made = subprocess.run(
+        [*cli(), "make-demo", str(other), "--random", "--seed", "1"], capture_output=True
+    )
     assert made.returncode == 0, made.stderr
     first, second = two_nodes(launcher, launcher.demo, other)
     second.wait_log("fingerprint of the weights is", timeout_s=START_S)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import socket
 import subprocess
 import sys
@@ -17,7 +16,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from ftruntime import cli, demo_cache
+from ftruntime import cli, distribution
 from ftruntime.cli import make_demo, serve
 from ftruntime.config import RuntimeConfig, flag_specs
 from ftruntime.demo.presets import PRESETS, demo_config
@@ -81,7 +80,8 @@ def started(monkeypatch) -> list[dict[str, object]]:
 
     class Fitting(tuple):
         def check_model(self, **ids: object) -> None:
-            assert ids == {"bos_token_id": 0, "eos_token_ids": (1,), "vocab_size": 512}
+            assert ids["vocab_size"] in (512, 1024)  # of a random demo, and of the trained one
+            assert (ids["bos_token_id"], ids["eos_token_ids"]) == (0, (1,))
 
     monkeypatch.setattr(tokenizer.Tokenizer, "from_dir", lambda path: Fitting(("tokenizer", path)))
     monkeypatch.setattr(chat.ChatFormat, "from_dir", lambda path: ("chat", path))
@@ -138,31 +138,20 @@ def test_the_key_comes_from_the_environment(checkpoint, started):
     assert [start["config"].api_key for start in started] == ["from-env", None]
 
 
-def test_without_a_model_the_demo_is_made_once(tmp_path, monkeypatch, started):
-    made: list[Path] = []
-
-    def make_demo(directory: Path, *, progress: object) -> None:
-        directory.mkdir(parents=True)
-        (directory / "config.json").write_text(json.dumps(demo_config("tiny")))
-        made.append(directory)
-
-    import ftruntime.demo
-
-    monkeypatch.setattr(ftruntime.demo, "make_demo", make_demo)
-    env = {"XDG_CACHE_HOME": str(tmp_path)}
-    for _ in range(2):
-        assert invoke("serve", "--port", str(free_port()), env=env).exit_code == 0
-    expected = tmp_path / "ftruntime" / f"demo-{demo_cache.version()}"
-    assert made == [expected]
-    assert [start["config"].model for start in started] == [str(expected)] * 2
+def test_without_a_model_the_trained_demo_is_served(started):
+    assert invoke("serve", "--port", str(free_port())).exit_code == 0
+    expected = Path(cli.__file__).parents[1] / "demo" / "demo-kjv"
+    assert [start["config"].model for start in started] == [str(expected)]
 
 
-def test_a_cache_that_cannot_be_written_is_one_sentence(started):
-    result = invoke("serve", env={"XDG_CACHE_HOME": "/proc/1"})
-    assert result.exit_code == 1
-    last = result.stderr.splitlines()[-1]
-    assert last.startswith("/proc/1/ftruntime/demo-")
-    assert last.endswith("expected a cache directory: set XDG_CACHE_HOME or name a model")
+def test_an_installation_without_the_demo_is_one_sentence(tmp_path, monkeypatch, started):
+    monkeypatch.setattr(distribution, "DEMO_DIRECTORY", tmp_path / "gone")
+    result = invoke("serve")
+    assert (result.exit_code, started) == (1, [])
+    assert result.stderr.splitlines()[-1] == (
+        f"{tmp_path}/gone is missing, expected the demo checkpoint of this installation: name a "
+        "model"
+    )
 
 
 def test_an_unreadable_file_is_one_sentence(tmp_path):
@@ -217,8 +206,13 @@ USAGE = [
     (["serve", "a", "b"], "Got unexpected extra argument (b)"),
     (["server"], "No such command 'server'."),
     (["make-demo"], "Missing argument 'DIR'."),
-    (["make-demo", "x", "--seed", "-1"], "--seed is -1, expected an integer >= 0 (nearest: 0)"),
-    (["make-demo", "x", "--preset", "huge"], "--preset is huge, expected one of small, tiny"),
+    (["make-demo", "x", "--random", "--seed", "-1"],
+     "--seed is -1, expected an integer >= 0 (nearest: 0)"),
+    (["make-demo", "x", "--seed", "1"], "--seed is 1, expected it unset without --random"),
+    (["make-demo", "x", "--preset", "tiny"],
+     "--preset is tiny, expected it unset without --random"),
+    (["make-demo", "x", "--random", "--preset", "huge"],
+     "--preset is huge, expected one of small, tiny"),
     (["--verbose"], "No such option '--verbose'."),
 ]  # fmt: skip
 
@@ -273,11 +267,23 @@ def test_make_demo(tmp_path, monkeypatch):
     monkeypatch.setattr(
         ftruntime.demo, "make_demo", lambda path, **options: calls.append({"path": path, **options})
     )
-    result = invoke("make-demo", str(tmp_path / "d"), "--seed", "3", "--preset", "tiny", "--force")
+    words = ("--random", "--seed", "3", "--preset", "tiny", "--force")
+    result = invoke("make-demo", str(tmp_path / "d"), *words)
     assert (result.exit_code, result.stdout) == (0, f"{tmp_path}/d\n")
     assert calls == [
         {"path": tmp_path / "d", "seed": 3, "preset": "tiny", "force": True, "progress": None}
     ]
+
+
+def test_make_demo_copies_the_trained_one(tmp_path):
+    for force in ([], ["--force"]):
+        result = invoke("make-demo", str(tmp_path / "d"), *force)
+        assert (result.exit_code, result.stdout) == (0, f"{tmp_path}/d\n")
+        copied = {file.name: file.read_bytes() for file in (tmp_path / "d").iterdir()}
+        source = distribution.demo_directory()
+        assert copied == {file.name: file.read_bytes() for file in source.iterdir()}
+    assert {"config.json", "tokenizer.json", "NOTICE.md"} < set(copied)
+    assert sum(map(len, copied.values())) < 16_000_000
 
 
 def test_presets_are_those_of_the_generator():
@@ -316,7 +322,7 @@ def test_version_and_help_need_no_torch_and_no_server():
 def test_python_dash_m(tmp_path):
     command = [sys.executable, "-m", "ftruntime", "--version"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert done.stdout == f"ftruntime, version {demo_cache.version()}\n"
+    assert done.stdout == f"ftruntime, version {distribution.version()}\n"
     wrong = subprocess.run(
         [*command[:3], "serve", "--port=0"], capture_output=True, text=True, check=False
     )
@@ -360,10 +366,3 @@ def _quiet_logs():
         for handler in list(logger.handlers):
             logger.removeHandler(handler)
         logger.propagate = True
-
-
-def test_demo_directory(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", "relative")  # to be ignored by its specification
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert demo_cache.demo_directory().parent == tmp_path / ".cache" / "ftruntime"
-    assert os.path.isabs(demo_cache.demo_directory())

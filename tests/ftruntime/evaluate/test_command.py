@@ -1,23 +1,25 @@
 """``ftruntime eval``: its refusals, and its figures against transformers.
 
 Mutants run, each noticed in this folder: windows without BOS, one window fewer, characters counted
-in bytes.
+in bytes; devices read, room for needles checked late or not, no word of special tokens.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import re
 
 import pytest
 import torch
 from click.testing import CliRunner
 from tokenizers import Tokenizer
 
-from ftruntime import cli
+from ftruntime import cli, llm
 from ftruntime.cli.evaluate import table
 from ftruntime.demo import make_demo
 from ftruntime.demo.presets import demo_config
+from ftruntime.tokenizer import special
 from tests.support.hf_model import build_hf
 
 TEXT = "The lamp in the window burned until the morning caf\u00e9. " * 8
@@ -71,7 +73,10 @@ def test_bits_are_those_of_transformers(demo, tmp_path):
         (("--text", "GOOD", "--num-tokens", "1024", "--context", "1024"),
          "--context is 1024, expected at most 1023, one less than the longest sequence served"),
         (("--text", "GOOD", "--trials", "0"), "--trials is 0, expected"),
-        (("--text", "NONE"), "NONE cannot be opened or written (No such file or directory)"),
+        (("--text", "NONE"),
+         "--text is NONE, expected a file that can be read (No such file or directory)"),
+        (("--text", "/dev/null"), "--text is /dev/null, expected a file or a pipe"),
+        (("--text", "GOOD", "--max-model-len", "2"), "--max-model-len is 2, expected at least 3"),
     ],
 )  # fmt: skip
 def test_refusals(words, sentence, tmp_path, monkeypatch):
@@ -85,3 +90,24 @@ def test_refusals(words, sentence, tmp_path, monkeypatch):
     assert done.stdout == ""
     assert done.stderr.count("\n") == 1
     assert done.stderr.startswith(sentence)
+
+
+def test_needles_without_room_are_refused_before_the_model_is_loaded(demo, tmp_path, monkeypatch):
+    monkeypatch.setattr(llm, "build_engine", None)
+    (tmp_path / "short").write_text("in the end " * 20)
+    done = invoke(demo, "--text", tmp_path / "short", "--needles")
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert re.fullmatch(
+        r"--text has \d+ tokens, expected more than 340 to hide needles in\n", done.stderr
+    )
+    done = invoke(demo, "--text", tmp_path / "short", "--needles", "--max-model-len", 449)
+    assert done.exit_code == 2
+    assert done.stderr.startswith("--max-model-len is 449, expected at least 450 for needles")
+
+
+def test_special_tokens_that_are_spelled_out_are_told(demo, tmp_path):
+    (tmp_path / "text").write_text(f"a {special.BOS} b {special.THINK_OPEN} c")
+    done = invoke(demo, "--text", tmp_path / "text", "--num-tokens", 1024, "--json")
+    assert done.exit_code == 0, done.output
+    sentence = f"--text spells out 2 special tokens such as {special.BOS}: each is scored as one"
+    assert done.stderr.count(sentence) == 1

@@ -2,7 +2,8 @@
 
 Mutants run, each noticed: natural logarithms reported as bits, BOS counted as a token, windows
 that share a token, the last window dropped, the distance counted from the front of the statement,
-a needle found inside a longer number, the other names' numbers allowed to be equal.
+a needle found inside a longer number, the other names' numbers allowed to be equal, room for less
+than the longest name.
 """
 
 from __future__ import annotations
@@ -134,12 +135,24 @@ def test_the_same_seed_gives_the_same_prompts():
 
 
 def test_distances_that_do_not_fit_are_left_out():
-    assert [r.distance for r in run_needles(oracle, longest=740)] == [300, 600]
-    assert [r.distance for r in run_needles(oracle, longest=739)] == [300]
-    with pytest.raises(ValueError, match="--max-model-len is 439, expected at least 440 for"):
-        run_needles(oracle, longest=439)
-    with pytest.raises(ValueError, match="--text has 3040 tokens, expected more than 3040 to hide"):
-        run_needles(oracle, filler=b"y" * 3040)
+    assert [r.distance for r in run_needles(oracle, longest=750)] == [300, 600]
+    assert [r.distance for r in run_needles(oracle, longest=749)] == [300]
+    with pytest.raises(ValueError, match="--max-model-len is 449, expected at least 450 for"):
+        run_needles(oracle, longest=449)
+    assert [r.distance for r in run_needles(oracle, filler=b"y" * 641)] == [300, 600]
+    assert [r.distance for r in run_needles(oracle, filler=b"y" * 640)] == [300]
+    with pytest.raises(ValueError, match="--text has 340 tokens, expected more than 340 to hide"):
+        run_needles(oracle, filler=b"y" * 340)
+
+
+def test_prompts_keep_within_the_longest_sequence():
+    """Of a token a byte, which takes the most room; the engine refuses what is longer."""
+    engine = Formula(oracle)
+    score.score_needles(
+        engine, Bytes(), "y" * 341, trials=400, seed=1, longest=450, together=400
+    )
+    ((prompts, params),) = engine.calls
+    assert 440 < max(map(len, prompts)) + params.max_tokens <= 450
 
 
 @pytest.mark.parametrize(
