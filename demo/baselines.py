@@ -1,7 +1,8 @@
 """What simple models make of the held-out text: ``python -m demo.baselines FOLDER``.
 
 A unigram of characters with one added to every count, and an interpolated 5-gram of characters
-whose orders are weighed by how many different characters followed (Witten-Bell).
+whose orders are weighed by how many different characters followed (Witten-Bell). Also writes
+``FOLDER/held_out.txt``, which `ftruntime eval` scores.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Final
 import click
 
 from demo import cli, text
-from ftruntime.cli.group import FAILED, refusals
+from ftruntime.cli.group import FAILED, USAGE, Failure, refusals
 
 ORDER: Final = 5
 
@@ -51,11 +52,15 @@ def ngram(train: str, held_out: str, order: int = ORDER) -> float:
 
 
 @click.command(context_settings=cli.SETTINGS)
-@cli.trained_folder
+@click.argument("folder", metavar="FOLDER", type=click.Path(path_type=Path))
 def main(folder: Path) -> None:
-    """Bits a character of the held-out text in FOLDER under simple models."""
+    """Bits a character of the held-out text under simple models; leaves that text in FOLDER."""
+    if folder.exists() and not folder.is_dir():
+        raise Failure(f"FOLDER is {folder}, expected a directory or a new name", USAGE)
     with refusals(FAILED):
+        folder.mkdir(parents=True, exist_ok=True)
         train, held_out = map(text.join, text.fetch(folder))
+        text.write_held_out(folder, held_out)
     print(f"bits per character of {len(held_out)} held-out characters")
     print(f"unigram  {unigram(train, held_out):.4f}")
     print(f"{ORDER}-gram   {ngram(train, held_out):.4f}")

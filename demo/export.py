@@ -13,8 +13,7 @@ import click
 import torch
 from torch import Tensor
 
-from demo import cli, shape
-from demo.files import replaced
+from demo import cli, shape, text
 from ftruntime.checkpoint.names import expected_tensors, expert_name
 from ftruntime.cli.group import FAILED, USAGE, Failure, refusals
 from ftruntime.demo.write import fp4_pair, fp8_pair, write_checkpoint
@@ -75,8 +74,7 @@ def main(folder: Path, directory: Path, force: bool, unfinished: bool) -> None:
             export(trained, directory, force=force)
         except FileExistsError as error:
             raise Failure(str(error), USAGE) from error
-        with replaced(folder / "held_out.txt") as partial:
-            partial.write_text(trained.held_out, encoding="utf-8")
+        text.write_held_out(folder, trained.held_out)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from typing import Final
 from demo.files import digest, replaced
 
 FILE: Final = "kjv.txt"
+HELD_OUT_FILE: Final = "held_out.txt"
 PACKAGES: Final = ("bible-kjv", "bible-kjv-text")
 # of the file that version 4.38 of both packages yields
 SHA256: Final = "6f74f5589333c56c263963e6347dba662bae2d96861302e690aaae0b4a855eda"
@@ -144,3 +145,9 @@ def split(
 def join(chapters: list[Chapter]) -> str:
     """One text: documents with a blank line between them, a line feed at the end."""
     return "\n\n".join(chapter.text for chapter in chapters) + "\n"
+
+
+def write_held_out(folder: Path, held_out: str) -> None:
+    """Leave the chapters that training never saw in `folder`."""
+    with replaced(folder / HELD_OUT_FILE) as partial:
+        partial.write_text(held_out, encoding="utf-8")

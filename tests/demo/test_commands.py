@@ -97,17 +97,27 @@ def test_folders_that_are_none(tmp_path, refused):
     file.write_text("x")
     sentence = f"FOLDER is {file}, expected a directory or a new name"
     assert refused(2, train.main, file) == sentence
+    assert refused(2, baselines.main, file) == sentence
     for folder in (file, tmp_path / "missing"):
         sentence = f"FOLDER is {folder}, expected a directory of demo.train"
         assert refused(2, export.main, folder, tmp_path / "model") == sentence
         assert refused(2, ablations.main, folder) == sentence
-        assert refused(2, baselines.main, folder) == sentence
         assert folder.exists() == (folder is file)
     sentence = f"FOLDER is {tmp_path}, expected a directory with a state.pt"
     assert refused(2, export.main, tmp_path, tmp_path / "model") == sentence
     assert refused(2, ablations.main, tmp_path) == sentence
     assert sorted(tmp_path.iterdir()) == [file]
     assert "cannot be opened or written" in refused(1, train.main, file / "below")
+
+
+def test_baselines_leave_the_held_out_text(folder, capsys):
+    held_out = folder / "held_out.txt"
+    assert cli.run(baselines.main, [str(folder)]) == 0
+    found = held_out.read_text()
+    (heading, *verses), rest = found.rstrip("\n").split("\n"), (folder / "kjv.txt").read_text()
+    assert len(verses) == 40
+    assert f"{heading}\n" in rest
+    assert f"of {len(found)} held-out characters" in capsys.readouterr().out
 
 
 def test_no_text(folder, refused):
