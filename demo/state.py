@@ -93,7 +93,7 @@ def load(folder: Path) -> State:
     advice = "put a whole copy in its place, or remove it and train anew"
     try:
         content = torch.load(file, weights_only=True, mmap=True)
-    except (RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
+    except (RuntimeError, ValueError, pickle.UnpicklingError) as error:
         raise ValueError(f"{file} cannot be read as a training state: {advice}") from error
     if not isinstance(content, dict):
         raise ValueError(f"{file} is no training state: {advice}")

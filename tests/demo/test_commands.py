@@ -1,7 +1,7 @@
 """The command lines: what they refuse, in which words and with which exit code, what they leave.
 
-Mutants: a digest not kept, or not looked at by a run or an export, or asked of a state that has
-none; partial names left out, left behind or not named in errors; each refusal of a file's content
+Mutants run, each noticed: a digest not kept, or not looked at by a run or an export, or asked of a
+state that has none; partial names left out, left behind or not named in errors; each refusal of a file's content
 left out; only the seed of a recipe compared; a loss or weights not looked at; 0 after a signal, 143
 at the end; handlers left in place; unfinished states taken, or taken without a word; flags not
 checked; the folder not locked; a taken directory or another recipe as a failure; plain means.
@@ -326,6 +326,8 @@ def test_a_file_appears_whole_or_not_at_all(tmp_path):
     with files.replaced(file) as partial:
         partial.write_text("whole")
         assert not file.exists()
+        number = partial.stat().st_ino
+    assert file.stat().st_ino == number, "moved, not written again"
 
     def halfway():
         with files.replaced(file) as partial:

@@ -2,7 +2,7 @@
 
 Mutants run, each noticed: a verse without its last character, a split that follows the order, an
 added count left out of the unigram, kinds and total swapped in the 5-gram.
-Mutants of `fetch`: no warning of another text, a program's failure ignored, a relative folder.
+Of `fetch`: no warning of another text, a program's failure ignored, a relative folder.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def test_a_split_leaves_some_to_train_on():
 
 APT = "#!/bin/sh\n[ $1 = download ] && : > a_1.deb\n"
 DPKG = """#!/bin/sh
-/bin/mkdir -p "$3/usr/bin" && printf '#!/bin/sh\\n%s' "$BIBLE" > "$3/usr/bin/bible"
+[ -f "$2" ] && /bin/mkdir -p "$3/usr/bin" && printf '#!/bin/sh\\n%s' "$BIBLE" > "$3/usr/bin/bible"
 /bin/chmod +x "$3/usr/bin/bible"
 """
 
