@@ -89,7 +89,7 @@ bench:
 	  echo "PYTHON is $(PYTHON), expected an interpreter with torch and triton"; exit 1; }
 	@$(PYTHON) -m bench_kernels $(ARGS)
 
-# decode speed on the CPU as a ratio to transformers, on the demo weights
+# decode speed on the CPU as a ratio to transformers, on random demo weights
 bench-decode: .venv/.ok-serve,test
 	$(THREADS) $(BIN)/python -m tests.benchmarks.decode_ratio
 

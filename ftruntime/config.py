@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import cast
 
+from ftruntime.distribution import DEMO_DIRECTORY
 from ftruntime.flags import (
     FlagSpec,
     FlagValue,
@@ -254,7 +255,7 @@ def _build(values: Mapping[str, object], explicit: frozenset[str]) -> RuntimeCon
 
 def served_name(config: RuntimeConfig) -> str:
     """The model's name in the API: without ``--served-model-name`` that of its directory."""
-    basename = os.path.basename(os.path.normpath(config.model)) if config.model else "demo"
+    basename = os.path.basename(os.path.normpath(config.model or DEMO_DIRECTORY))
     return config.served_model_name or basename
 
 

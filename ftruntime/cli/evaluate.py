@@ -19,7 +19,7 @@ from ftruntime.config import RuntimeConfig
 from ftruntime.distribution import demo_directory
 from ftruntime.evaluate.settings import DEFAULT_CONTEXT, eval_specs
 from ftruntime.facts import probe
-from ftruntime.flags import checked, parse, refuse
+from ftruntime.flags import checked, flag_name, parse, refuse
 from ftruntime.options import flag_options, options, read_config
 from ftruntime.plan import resolve
 
@@ -28,7 +28,11 @@ _logger = logging.getLogger(__name__)
 
 @click.command("eval")
 @click.argument("model_dir", metavar="[MODEL]", required=False)
-@click.option("--needles", is_flag=True, help="Also hide needles in the text and ask for them.")
+@click.option(
+    "--needles", is_flag=True,
+    help="Also hide needles in the text and ask for them 300 to 3000 tokens later, each --trials "
+    "times; far ones need a text as long.",
+)  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="One JSON value instead of a table.")
 @options(eval_specs())
 @flag_options
@@ -103,15 +107,20 @@ def _context(given: int | str | None, longest: int) -> int:
 
 def _check_text(text: str, directory: Path, longest: int | None) -> None:
     """What only the tokenizer can tell of the text; `longest` of a prompt with needles, if any."""
-    from ftruntime.evaluate.score import distances_of
+    from ftruntime.evaluate.score import DISTANCES, distances_of
     from ftruntime.tokenizer.tokenizer import Tokenizer
 
     with refusals(FAILED):
         tokenizer = Tokenizer.from_dir(directory)
     with refusals(USAGE):
         ids = tokenizer.encode(text)
-        if longest is not None:
-            distances_of(len(ids), longest)
+        fitting = DISTANCES if longest is None else distances_of(len(ids), longest)
+    missing = [str(distance) for distance in DISTANCES if distance not in fitting]
+    if missing:
+        _logger.warning(
+            "no needles %s tokens back: --text has %d tokens and --max-model-len is %d, too few",
+            ", ".join(missing), len(ids), longest,
+        )  # fmt: skip
     added = tokenizer.backend.get_added_tokens_decoder()
     special = [added[i].content for i in ids if i in added]
     if special:
@@ -128,9 +137,9 @@ def _run(
     from ftruntime.evaluate import score
     from ftruntime.llm import LLM
 
-    flags = {name: getattr(config, name) for name in config.explicit} | {"model": config.model}
+    flags = {n: getattr(config, n) for n in sorted(config.explicit) if n != "model"}
     began = time.monotonic()
-    with LLM(**flags) as llm, progress_bar("scoring") as progress:
+    with LLM(config.model, **flags) as llm, progress_bar("scoring") as progress:
         # enough to fill a step, and the bar moves
         together = min(config.max_running_requests, 4)
         result = score.score_text(
@@ -144,7 +153,8 @@ def _run(
                 together=config.max_running_requests,
             )  # fmt: skip
     return {
-        "model": config.model, "text": given["text"], **result.to_dict(),
+        "model": config.model, "text": given["text"],
+        "flags": flags, **result.to_dict(),
         "seconds": round(time.monotonic() - began, 3),
         "needles": None if recalls is None else [recall.to_dict() for recall in recalls],
     }  # fmt: skip
@@ -152,13 +162,18 @@ def _run(
 
 def table(values: Mapping[str, object]) -> str:
     """The values as lines."""
+    flags = values["flags"]
+    assert isinstance(flags, dict)
+    given = " ".join(f"{flag_name(name)} {value}" for name, value in flags.items())
     lines = [
+        f"model               {values['model']}",
+        f"flags               {given or 'none'}",
         f"bits per character  {values['bits_per_character']:.4f}",
         f"bits per token      {values['bits_per_token']:.4f}",
         f"characters          {values['characters']}",
         f"tokens              {values['tokens']} in {values['windows']} windows of up to "
         f"{values['context']}",
-        f"seconds             {values['seconds']:.1f}",
+        f"seconds             {values['seconds']:.1f}, loading among them",
     ]
     needles = values["needles"]
     if isinstance(needles, list):

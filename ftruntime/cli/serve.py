@@ -30,7 +30,7 @@ _logger = logging.getLogger(__package__)
 @click.argument("model_dir", metavar="[MODEL]", required=False)
 @flag_options
 def serve(model_dir: str | None, **params: str | bool | None) -> int:
-    """Serve MODEL, a checkpoint directory, over HTTP; without one, a demo model."""
+    """Serve MODEL, a checkpoint directory, over HTTP; without one, the trained demo."""
     with refusals(USAGE):
         config = read_config(params, model_dir)
         facts = probe(config.device)

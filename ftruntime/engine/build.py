@@ -97,7 +97,7 @@ def build_engine(
     """Load the checkpoint and make everything that serves it.
 
     Args:
-        config: settings; without a model the demo checkpoint is made and used.
+        config: settings; without a model the trained demo is used.
         progress: called with a phase ("load weights", "warm up") and its share done, in [0, 1].
 
     Raises:

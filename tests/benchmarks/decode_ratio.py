@@ -1,4 +1,4 @@
-"""Decode speed on the CPU beside transformers: same demo weights, batch 1, one thread, greedy.
+"""Decode speed on the CPU beside transformers: same random demo weights, batch 1, a thread.
 
 Runs of the two are interleaved, and what counts is the median of the ratios of neighbouring runs;
 the absolute figures depend on the machine and on what else it does. Run it as

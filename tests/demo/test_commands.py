@@ -1,10 +1,11 @@
 """The command lines: what they refuse, in which words and with which exit code, what they leave.
 
 Mutants run, each noticed: a digest not kept, or not looked at by a run or an export, or asked of a
-state that has none; partial names left out, left behind or not named in errors; each refusal of a file's content
-left out; only the seed of a recipe compared; a loss or weights not looked at; 0 after a signal, 143
-at the end; handlers left in place; unfinished states taken, or taken without a word; flags not
-checked; the folder not locked; a taken directory or another recipe as a failure; plain means.
+state that has none; partial names left out, left behind or not named in errors; each refusal of a
+file's content left out; only the seed of a recipe compared; a loss or weights not looked at; 0
+after a signal, 143 at the end; handlers left in place; unfinished states taken, or taken without a
+word; flags not checked; the folder not locked; a taken directory or another recipe as a failure;
+plain means.
 """
 
 from __future__ import annotations

@@ -148,12 +148,12 @@ def test_a_prefill_length_says_why_it_became_less():
 def test_a_demo_in_place_of_a_model_was_not_given():
     plan = resolve(RuntimeConfig(), builtin("flash"), CPU, strict=False)
     for given in ({}, {"model": None}):
-        demo = dataclasses.replace(RuntimeConfig.from_flags(**given), model="/cache/demo")
+        demo = dataclasses.replace(RuntimeConfig.from_flags(**given), model="/package/demo")
         again = RuntimeConfig.from_dict(json.loads(json.dumps(demo.to_dict())))
         flag = effective_flags(again, plan, "serial")["--model"]
-        assert flag == {"given": None, "value": "/cache/demo"}
-    assert told(CPU, model="/cache/demo")["--model"] == {
-        "given": "/cache/demo", "value": "/cache/demo",
+        assert flag == {"given": None, "value": "/package/demo"}
+    assert told(CPU, model="/package/demo")["--model"] == {
+        "given": "/package/demo", "value": "/package/demo",
     }  # fmt: skip
 
 

@@ -221,7 +221,7 @@ class Stream:
 
 
 class Launcher:
-    """Starts servers of one demo checkpoint, with logs and caches below `root`."""
+    """Starts servers of one demo checkpoint, with logs below `root`."""
 
     def __init__(self, demo: Path, root: Path) -> None:
         self.demo = demo
@@ -248,7 +248,7 @@ class Launcher:
     ) -> Live:
         """Start and return at once; `command` stands for `ftruntime serve`, `model` for the demo.
 
-        Without a model `serve` makes its own demo, below `root`.
+        Without a model `serve` takes the trained demo of the installation.
         """
         port = free_port() if port is None else port
         log_path = self.root / f"server-{len(self._spawned)}.log"

@@ -57,9 +57,16 @@ def test_bits_are_those_of_transformers(demo, tmp_path):
     assert (values["tokens"], values["characters"]) == (len(ids), len(TEXT))
     assert values["bits_per_character"] == pytest.approx(nats / math.log(2) / len(TEXT), rel=1e-5)
     assert values["needles"] is None
+    assert values["flags"] == {
+        "numerics": "exact", "num_tokens": 1024, "max_running_requests": 2
+    }  # fmt: skip
     shown = table({**values, "needles": [{"distance": 300, "found": 2, "trials": 3}]})
     assert f"bits per character  {values['bits_per_character']:.4f}" in shown
     assert "     300  2 of 3" in shown
+    assert shown.splitlines()[:2] == [
+        f"model               {demo}",
+        "flags               --max-running-requests 2 --num-tokens 1024 --numerics exact",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -103,6 +110,21 @@ def test_needles_without_room_are_refused_before_the_model_is_loaded(demo, tmp_p
     done = invoke(demo, "--text", tmp_path / "short", "--needles", "--max-model-len", 449)
     assert done.exit_code == 2
     assert done.stderr.startswith("--max-model-len is 449, expected at least 450 for needles")
+
+
+def test_distances_left_out_are_told(demo, tmp_path, monkeypatch):
+    class Loaded(Exception):
+        pass
+
+    def load(*args):
+        raise Loaded
+
+    monkeypatch.setattr(llm, "build_engine", load)
+    (tmp_path / "text").write_text("in the end " * 400)
+    done = invoke(demo, "--text", tmp_path / "text", "--needles", "--max-model-len", 1600)
+    assert isinstance(done.exception, Loaded)
+    told = r"no needles 1500, 2000, 3000 tokens back: --text has \d+ tokens and --max-model-len"
+    assert re.search(told, done.stderr)
 
 
 def test_special_tokens_that_are_spelled_out_are_told(demo, tmp_path):
