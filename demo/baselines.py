@@ -16,7 +16,7 @@ from typing import Final
 import click
 
 from demo import cli, text
-from ftruntime.cli.group import FAILED, USAGE, Failure, refusals
+from ftruntime.cli.group import FAILED, refusals
 
 ORDER: Final = 5
 
@@ -55,10 +55,8 @@ def ngram(train: str, held_out: str, order: int = ORDER) -> float:
 @click.argument("folder", metavar="FOLDER", type=click.Path(path_type=Path))
 def main(folder: Path) -> None:
     """Bits a character of the held-out text under simple models; leaves that text in FOLDER."""
-    if folder.exists() and not folder.is_dir():
-        raise Failure(f"FOLDER is {folder}, expected a directory or a new name", USAGE)
+    cli.new_folder(folder)
     with refusals(FAILED):
-        folder.mkdir(parents=True, exist_ok=True)
         train, held_out = map(text.join, text.fetch(folder))
         text.write_held_out(folder, held_out)
     print(f"bits per character of {len(held_out)} held-out characters")

@@ -82,6 +82,14 @@ def option(name: str, spec: FlagSpec) -> Callable[[_Command], _Command]:
     )  # fmt: skip
 
 
+def new_folder(folder: Path) -> None:
+    """Make `folder` where it is missing; what cannot be one ends the command."""
+    if folder.exists() and not folder.is_dir():
+        raise Failure(f"FOLDER is {folder}, expected a directory or a new name", USAGE)
+    with refusals(FAILED):
+        folder.mkdir(parents=True, exist_ok=True)
+
+
 def trained_folder(command: _Command) -> _Command:
     """Add the argument FOLDER: a directory that is there."""
 

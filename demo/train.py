@@ -263,13 +263,11 @@ def main(
 ) -> int:  # fmt: skip
     """Train the demo model in FOLDER, or go on where it stopped."""
     recipe = Recipe(seed=seed, total_tokens=tokens, lr=lr, matrix_lr=matrix_lr)
-    if folder.exists() and not folder.is_dir():
-        raise Failure(f"FOLDER is {folder}, expected a directory or a new name", USAGE)
+    cli.new_folder(folder)
     torch.set_num_threads(threads)
     torch._dynamo.config.recompile_limit = 256
     with ExitStack() as stack:
         with refusals(FAILED):
-            folder.mkdir(parents=True, exist_ok=True)
             stack.enter_context(locked(folder))
             try:
                 run = Run(folder, recipe, Ops() if eager else Ops.compiled())

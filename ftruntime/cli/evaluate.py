@@ -7,16 +7,14 @@ import logging
 import stat
 import time
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 
 import click
 
 from ftruntime import log
-from ftruntime.cli.common import checkpoint_shape, progress_bar
+from ftruntime.cli.common import checkpoint_shape, progress_bar, with_model
 from ftruntime.cli.group import FAILED, USAGE, refusals
 from ftruntime.config import RuntimeConfig
-from ftruntime.distribution import demo_directory
 from ftruntime.evaluate.settings import DEFAULT_CONTEXT, eval_specs
 from ftruntime.facts import probe
 from ftruntime.flags import checked, flag_name, parse, refuse
@@ -52,9 +50,7 @@ def evaluate(
         )
         facts = probe(config.device)
     log.setup("warning")
-    with refusals(FAILED):
-        if config.model is None:
-            config = replace(config, model=str(demo_directory()))
+    config = with_model(config)
     shape = checkpoint_shape(config)
     with refusals(USAGE):
         longest = resolve(config, shape, facts).max_model_len

@@ -12,10 +12,10 @@ from pathlib import Path
 import click
 
 from ftruntime import log
-from ftruntime.cli.common import checkpoint_shape, log_lines
+from ftruntime.cli.common import checkpoint_shape, log_lines, with_model
 from ftruntime.cli.group import FAILED, USAGE, Failure, refusals
 from ftruntime.config import RuntimeConfig
-from ftruntime.distribution import DISTRIBUTION, demo_directory
+from ftruntime.distribution import DISTRIBUTION
 from ftruntime.effective import inactive_flags
 from ftruntime.engine.meeting import Meeting, meeting_for
 from ftruntime.facts import probe
@@ -37,7 +37,7 @@ def serve(model_dir: str | None, **params: str | bool | None) -> int:
         meeting = meeting_for(config.tensor_parallel_size, os.environ)
     log.setup()
     _check_platform()
-    config = _with_model(config)
+    config = with_model(config)
     shape = checkpoint_shape(config)
     with refusals(USAGE):
         plan = resolve(config, shape, facts)
@@ -97,13 +97,6 @@ def _front() -> None:
         "front fastapi=%s tokenizers=%s uvicorn=%s",
         fastapi.__version__, tokenizers.__version__, uvicorn.__version__,
     )  # fmt: skip
-
-
-def _with_model(config: RuntimeConfig) -> RuntimeConfig:
-    if config.model is not None:
-        return config
-    with refusals(FAILED):
-        return replace(config, model=str(demo_directory()))
 
 
 def _check_platform() -> None:
