@@ -10,10 +10,10 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import cast
 
-from ftruntime.distribution import DEMO_DIRECTORY
+from ftruntime.distribution import DEMO_DIRECTORY, demo_directory
 from ftruntime.flags import (
     FlagSpec,
     FlagValue,
@@ -231,6 +231,14 @@ class RuntimeConfig:
                 raise ValueError(f"{given} is {value!r}, expected {expected}")
             values[name], spelled[name] = value, given
         return _build(values, frozenset(name for name in values if values[name] is not None))
+
+    def with_model(self) -> RuntimeConfig:
+        """These settings, with the trained demo as the model where none is named.
+
+        Raises:
+            FileNotFoundError: there is none in this installation.
+        """
+        return self if self.model is not None else replace(self, model=str(demo_directory()))
 
     def to_dict(self) -> dict[str, object]:
         """Plain JSON values, from which `from_dict` makes an equal config."""

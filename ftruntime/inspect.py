@@ -32,15 +32,13 @@ _GIB = 1 << 30
 _WIDTH = 140
 
 
-def shape_of(model: str | None) -> ModelConfig:
+def shape_of(model: str) -> ModelConfig:
     """The shape of a checkpoint directory (its config.json is enough), or of ``flash`` or ``pro``.
 
     Raises:
-        ValueError: no model given, or a bad config.json.
+        ValueError: a bad config.json.
         FileNotFoundError: no such checkpoint.
     """
-    if model is None:
-        raise ValueError("MODEL is missing, expected a checkpoint directory, flash or pro")
     return builtin(model) if model in BUILTIN_MODELS else ModelConfig.from_dir(model)
 
 

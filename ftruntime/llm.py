@@ -12,7 +12,6 @@ from types import FrameType, TracebackType
 
 from ftruntime.completion import Completion, RequestOutput, request_output
 from ftruntime.config import RuntimeConfig
-from ftruntime.distribution import demo_directory
 from ftruntime.engine.build import build_engine
 from ftruntime.engine.collect import fewer_collections
 from ftruntime.engine.loop import EngineLoop
@@ -41,10 +40,9 @@ class LLM:
         if "explicit" in flags:
             raise ValueError("explicit is not a setting, expected a flag of serve")
         given = flags if model is None else {"model": str(model), **flags}
-        config = RuntimeConfig.from_flags(**given)
+        config = RuntimeConfig.from_flags(**given).with_model()
         with StartProgress() as progress:
-            directory = demo_directory() if config.model is None else Path(config.model)
-            self._tokenizer = _tokenizer(directory)
+            self._tokenizer = _tokenizer(Path(str(config.model)))
             self._loop: EngineLoop | None = build_engine(config, progress)
         info = self._loop.info
         self._max_model_len = _integer(info.get("max_model_len"), "max_model_len")

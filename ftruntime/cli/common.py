@@ -6,24 +6,14 @@ import contextlib
 import logging
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
 from ftruntime.cli.group import FAILED, USAGE, Failure, refusals
 from ftruntime.config import RuntimeConfig
-from ftruntime.distribution import demo_directory
 from ftruntime.model.config import ModelConfig
 
 _logger = logging.getLogger(__package__)
-
-
-def with_model(config: RuntimeConfig) -> RuntimeConfig:
-    """With the trained demo as its model where none was named."""
-    if config.model is not None:
-        return config
-    with refusals(FAILED):
-        return replace(config, model=str(demo_directory()))
 
 
 def checkpoint_shape(config: RuntimeConfig) -> ModelConfig:

@@ -12,7 +12,7 @@ from pathlib import Path
 import click
 
 from ftruntime import log
-from ftruntime.cli.common import checkpoint_shape, progress_bar, with_model
+from ftruntime.cli.common import checkpoint_shape, progress_bar
 from ftruntime.cli.group import FAILED, USAGE, refusals
 from ftruntime.config import RuntimeConfig
 from ftruntime.evaluate.settings import DEFAULT_CONTEXT, eval_specs
@@ -50,7 +50,8 @@ def evaluate(
         )
         facts = probe(config.device)
     log.setup("warning")
-    config = with_model(config)
+    with refusals(FAILED):
+        config = config.with_model()
     shape = checkpoint_shape(config)
     with refusals(USAGE):
         longest = resolve(config, shape, facts).max_model_len

@@ -11,7 +11,7 @@ import click
 from ftruntime import inspect as inspection
 from ftruntime import log
 from ftruntime.cli.common import checkpoint_shape, log_lines
-from ftruntime.cli.group import USAGE, refusals
+from ftruntime.cli.group import FAILED, USAGE, refusals
 from ftruntime.effective import inactive_flags
 from ftruntime.options import flag_options, read_config
 from ftruntime.plan import resolve
@@ -32,15 +32,17 @@ def inspect(
     as_json: bool,
     **params: str | bool | None,
 ) -> None:
-    """Show what the flags resolve to for MODEL (a directory, flash or pro), without starting."""
+    """Show what the flags resolve to, without starting.
+
+    MODEL is a checkpoint directory, flash or pro; without one, the trained demo.
+    """
     with refusals(USAGE):
         config, facts = inspection.machine(read_config(params, model_dir), cards, card_gib)
     log.setup()
-    if config.model is None or config.model in inspection.BUILTIN_MODELS:
-        with refusals(USAGE):
-            shape = inspection.shape_of(config.model)
-    else:
-        shape = checkpoint_shape(config)
+    with refusals(FAILED):
+        config = config.with_model()
+    builtin = str(config.model) in inspection.BUILTIN_MODELS
+    shape = inspection.shape_of(str(config.model)) if builtin else checkpoint_shape(config)
     with refusals(USAGE):
         plan = resolve(config, shape, facts, strict=False)
     log_lines((*plan.notes, *inactive_flags(config, plan)), plan.warnings)

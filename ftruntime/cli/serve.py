@@ -12,7 +12,7 @@ from pathlib import Path
 import click
 
 from ftruntime import log
-from ftruntime.cli.common import checkpoint_shape, log_lines, with_model
+from ftruntime.cli.common import checkpoint_shape, log_lines
 from ftruntime.cli.group import FAILED, USAGE, Failure, refusals
 from ftruntime.config import RuntimeConfig
 from ftruntime.distribution import DISTRIBUTION
@@ -37,7 +37,8 @@ def serve(model_dir: str | None, **params: str | bool | None) -> int:
         meeting = meeting_for(config.tensor_parallel_size, os.environ)
     log.setup()
     _check_platform()
-    config = with_model(config)
+    with refusals(FAILED):
+        config = config.with_model()
     shape = checkpoint_shape(config)
     with refusals(USAGE):
         plan = resolve(config, shape, facts)

@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+from ftruntime.checkpoint.index import open_checkpoint
 from ftruntime.demo.presets import VOCAB_SIZE, demo_config
 from ftruntime.demo.vocabulary import build_tokenizer, readable_ids
 from ftruntime.demo.weights import DemoWeights
@@ -61,9 +62,10 @@ def copy_demo(directory: Path, *, force: bool = False) -> None:
 
     Raises:
         FileExistsError: as `make_demo`.
-        FileNotFoundError: this installation lacks the checkpoint.
+        FileNotFoundError, ValueError: this installation lacks the checkpoint, or a part of it.
     """
     source = demo_directory()
+    open_checkpoint(source, ModelConfig.from_dir(source))
     with new_directory(directory, force=force) as partial:
         for file in source.iterdir():
             if file.is_file():

@@ -15,7 +15,6 @@ import ftkernels
 from ftruntime.checkpoint.index import how_to_load, num_shards
 from ftruntime.checkpoint.loader import load_weights
 from ftruntime.config import RuntimeConfig
-from ftruntime.distribution import demo_directory
 from ftruntime.effective import effective_flags
 from ftruntime.engine.agreement import digests, identity, require_alike
 from ftruntime.engine.executor import DeviceExecutor, LeadingExecutor, Runs
@@ -105,8 +104,7 @@ def build_engine(
         damaged.
         MemoryError: it does not fit.
     """
-    if config.model is None:
-        config = replace(config, model=str(demo_directory()))
+    config = config.with_model()
     directory = Path(str(config.model))
     facts = probe(config.device)
     parallel: TensorParallel | None = None

@@ -174,7 +174,7 @@ def prepare(params: Mapping[str, str | bool | None]) -> Experiment:
     plot = None if values["plot"] is None else Path(str(values["plot"]))
     if plot is not None:
         timeline.check_drawable(plot)
-    shape, ranks = shape_of(config.model), config.tensor_parallel_size
+    shape, ranks = shape_of(str(config.model)), config.tensor_parallel_size
     # the run judges a bound by time, not the step times that the plan would model
     unbounded = dataclasses.replace(config, max_decode_gap_ms=None)
     if not serve_flags.explicit & _CONTEXT_FLAGS:

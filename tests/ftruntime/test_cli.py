@@ -1,13 +1,15 @@
 """The command line: generated options, the order of start-up, and one sentence for every failure.
 
 Mutants tried and seen red: the platform check dropped, the key sent to the engine, click's
-usage lines left in, exit code 1 for a usage error, the port claimed after the tokenizer is read.
+usage lines left in, exit code 1 for a usage error, the port claimed after the tokenizer is read,
+a demo copied unread, `inspect` without the demo.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import shutil
 import socket
 import subprocess
 import sys
@@ -140,18 +142,21 @@ def test_the_key_comes_from_the_environment(checkpoint, started):
 
 def test_without_a_model_the_trained_demo_is_served(started):
     assert invoke("serve", "--port", str(free_port())).exit_code == 0
-    expected = Path(cli.__file__).parents[1] / "demo" / "demo-kjv"
-    assert [start["config"].model for start in started] == [str(expected)]
+    expected = str(Path(cli.__file__).parents[1] / "demo" / "demo-kjv")
+    assert [start["config"].model for start in started] == [expected]
+    shown = json.loads(invoke("inspect", "--device", "cpu", "--json").stdout)
+    assert (shown["model"], shown["num_experts"]) == (expected, 4 * 16)
 
 
 def test_an_installation_without_the_demo_is_one_sentence(tmp_path, monkeypatch, started):
     monkeypatch.setattr(distribution, "DEMO_DIRECTORY", tmp_path / "gone")
-    result = invoke("serve")
-    assert (result.exit_code, started) == (1, [])
-    assert result.stderr.splitlines()[-1] == (
-        f"{tmp_path}/gone is missing, expected the demo checkpoint of this installation: name a "
-        "model"
-    )
+    for command in ("serve", "inspect"):
+        result = invoke(command)
+        assert (result.exit_code, started) == (1, [])
+        assert result.stderr.splitlines()[-1] == (
+            f"{tmp_path}/gone is missing, expected the demo checkpoint of this installation: name "
+            "a model"
+        )
 
 
 def test_an_unreadable_file_is_one_sentence(tmp_path):
@@ -284,6 +289,17 @@ def test_make_demo_copies_the_trained_one(tmp_path):
         assert copied == {file.name: file.read_bytes() for file in source.iterdir()}
     assert {"config.json", "tokenizer.json", "NOTICE.md"} < set(copied)
     assert sum(map(len, copied.values())) < 16_000_000
+
+
+def test_make_demo_does_not_copy_an_installation_that_lacks_a_shard(tmp_path, monkeypatch):
+    lacking = tmp_path / "installed"
+    shutil.copytree(distribution.demo_directory(), lacking)
+    shard = min(lacking.glob("*.safetensors"))
+    shard.unlink()
+    monkeypatch.setattr(distribution, "DEMO_DIRECTORY", lacking)
+    sentence = one_sentence(invoke("make-demo", str(tmp_path / "d")), 1)
+    assert str(shard) in sentence
+    assert not (tmp_path / "d").exists()
 
 
 def test_presets_are_those_of_the_generator():

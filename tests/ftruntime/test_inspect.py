@@ -195,7 +195,6 @@ WRONG = [
      "--tensor-parallel-size is 8, expected at most the 4 cards of this machine"),
     (["flash", "--tp", "3"], 2,
      "--tensor-parallel-size is 3, expected a divisor of num_attention_heads (64)"),
-    ([], 2, "MODEL is missing, expected a checkpoint directory, flash or pro"),
     (["/nowhere"], 2, "--model is /nowhere, expected a checkpoint directory"),
     (["flash", "--model", "pro"], 2,
      "--model is pro, expected only one model, flash was given too"),
