@@ -10,7 +10,7 @@ import click
 
 from autotune.ops import arch_option, chosen, jobs_option, require_compiler
 from autotune.progress import counting
-from autotune.settings import require_default
+from autotune.settings import require_default, tell_changed
 from autotune.tables import counted
 
 if TYPE_CHECKING:
@@ -86,6 +86,7 @@ def _inspected(work: Sequence[Item], arch: int, jobs: int | None) -> list[Launch
     from autotune.workers import Stopped
 
     require_compiler()
+    tell_changed()
     with counting("compile", len(work)) as advance:
         try:
             return inspect_launches(work, arch=arch, advance=advance, jobs=jobs)

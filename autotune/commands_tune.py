@@ -15,7 +15,7 @@ import click
 
 from autotune.ops import ARCHES, chosen, jobs_option, out_option, require_compiler, shown
 from autotune.progress import compiling, measuring, state_file
-from autotune.settings import require_default
+from autotune.settings import require_default, tell_changed
 from autotune.tables import counted, print_changed, print_problems, print_summaries
 
 if TYPE_CHECKING:
@@ -75,6 +75,7 @@ def tune(
     root = out or config.folder()
     if not dry_run and root.resolve() == config.folder().resolve():
         require_default("shipped entries are written")
+    tell_changed()
     card, of_card = _card(top, None if arch is None else int(arch))
     number = of_card or int(arch or 89)
     gpu = target.config_name() if card else target.of_arch(number).name

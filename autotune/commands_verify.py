@@ -14,6 +14,7 @@ import click
 
 from autotune.ops import arch_option, chosen, jobs_option, out_option, require_compiler
 from autotune.progress import compiling, counting, state_file
+from autotune.settings import tell_changed
 from autotune.tables import counted, pairs
 
 if TYPE_CHECKING:
@@ -116,6 +117,7 @@ def report(
     """Before and after: each key's default and its entry, and what their kernels use."""
     specs = chosen(ops)
     require_compiler()
+    tell_changed()
     from ftkernels import config
 
     with config.reading(out or config.folder()):

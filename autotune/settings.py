@@ -59,3 +59,13 @@ def require_default(what: str) -> None:
         raise click.ClickException(
             f"{name} is {value}, expected it unset where {what}: it changes what is compiled"
         )
+
+
+def tell_changed() -> None:
+    """A warning on stderr for each changed setting, where others' figures may be compared."""
+    for name, value in changed().items():
+        click.echo(
+            f"Warning: {name} is {value}, which changes what is compiled: figures are not those of "
+            "a process without it",
+            err=True,
+        )

@@ -2,7 +2,7 @@
 
 Mutants tried: a variable left out, a value that says the default taken for a change, a change taken
 for the default, a file's own change not seen, the contract or shipped entries written in spite of a
-change, other folders refused.
+change, other folders refused, the warning left out of one command.
 """
 
 from __future__ import annotations
@@ -102,6 +102,19 @@ def test_a_changed_compiler_writes_nothing_that_is_shipped(tmp_path, monkeypatch
         ), ended.output  # fmt: skip
 
 
+TOLD = "Warning: PTXAS_OPTIONS is -O1, which changes what is compiled: "
+
+
+@_compiles
+@pytest.mark.parametrize("words", [["inspect"], ["inspect", "--diff"], ["report"]], ids=" ".join)
+def test_figures_of_a_changed_compiler_are_told(monkeypatch, words):
+    arguments = [*words, "count_missing", "--jobs", "1"]
+    assert "PTXAS_OPTIONS" not in CliRunner().invoke(cli, arguments).stderr
+    monkeypatch.setenv("PTXAS_OPTIONS", "-O1")
+    ended = CliRunner().invoke(cli, arguments)
+    assert ended.stderr.startswith(TOLD), ended.output
+
+
 @_compiles
 def test_elsewhere_a_changed_compiler_is_let(tmp_path, monkeypatch):
     """What is tried there has an identity of its own."""
@@ -115,6 +128,7 @@ def test_elsewhere_a_changed_compiler_is_let(tmp_path, monkeypatch):
         arguments = ["tune", "count_missing", "--state", str(tmp_path / "s"), *out]
         ended = CliRunner().invoke(cli, arguments)
         assert isinstance(ended.exception, KeyError) == bool(out), ended.output
+        assert ended.stderr.startswith(TOLD if out else "Error: ")
     assert isinstance(CliRunner().invoke(cli, [*arguments, "--dry-run"]).exception, KeyError)
     monkeypatch.delenv("PTXAS_OPTIONS")
     assert isinstance(CliRunner().invoke(cli, arguments).exception, KeyError)
