@@ -14,8 +14,9 @@ import click
 from ftruntime import log
 from ftruntime.cli.common import checkpoint_shape, progress_bar
 from ftruntime.cli.group import FAILED, USAGE, refusals
+from ftruntime.cli.sections import SectionedCommand
 from ftruntime.config import RuntimeConfig
-from ftruntime.evaluate.settings import DEFAULT_CONTEXT, eval_specs
+from ftruntime.evaluate.settings import DEFAULT_CONTEXT, eval_specs, help_sections
 from ftruntime.facts import probe
 from ftruntime.flags import checked, flag_name, parse, refuse
 from ftruntime.options import flag_options, options, read_config
@@ -24,7 +25,10 @@ from ftruntime.plan import resolve
 _logger = logging.getLogger(__name__)
 
 
-@click.command("eval")
+_UNLISTED = "Every other flag of `serve` is accepted too: `ftruntime serve --help` lists them."
+
+
+@click.command("eval", cls=SectionedCommand, sections=help_sections(), unlisted=_UNLISTED)
 @click.argument("model_dir", metavar="[MODEL]", required=False)
 @click.option(
     "--needles", is_flag=True,
@@ -39,8 +43,7 @@ def evaluate(
 ) -> None:
     """Score how well MODEL predicts a text: bits per character and per token.
 
-    With --needles also how often it finds a number that stood far back. Every flag of `serve` that
-    changes what is computed works here.
+    With --needles also how often it finds a number that stood far back.
     """
     with refusals(USAGE):
         given = _given(params)

@@ -24,3 +24,15 @@ TEXT: Final = FlagSpec(
 def eval_specs() -> Mapping[str, FlagSpec]:
     """The flags with a value, by the names of their parameters."""
     return {"text": TEXT, "context": CONTEXT, "trials": TRIALS, "seed": SEED}
+
+
+def help_sections() -> Mapping[str, tuple[str, ...]]:
+    """Options by heading of the help, those of `serve` that change what is computed among them."""
+    return {
+        "What is asked": ("text", "context", "needles", "trials", "seed", "as_json"),
+        "What computes it (flags of serve)": (
+            "model", "device", "numerics", "kv_format", "tensor_parallel_size", "moe_backend",
+            "moe_cache_size", "moe_cache_rate", "num_tokens", "max_model_len", "max_prefill_length",
+            "prefill_layer_groups", "max_running_requests", "cache_type",
+        ),
+    }  # fmt: skip

@@ -115,6 +115,7 @@ def test_victims_read_the_same_in_all_runs(runs: dict[str, StallResult]) -> None
     assert all(len(text) > VICTIM_TOKENS / 2 for text in texts.values())
 
 
+@slow
 def test_the_longest_wait_shrinks_with_every_policy(runs: dict[str, StallResult]) -> None:
     """Ratios of one machine's times; the promise itself is asserted under a virtual clock."""
     unset = runs["unset"].report

@@ -83,9 +83,9 @@ def test_s11_prompt_and_output_up_to_the_capacity_are_served(
 
 def test_s08_a_prompt_above_the_pool_is_refused_at_once(small: Live) -> None:
     for count in (CAPACITY, CAPACITY + 1, 50_000):
-        start_s = time.monotonic()
+        since = small.next_step()
         error = error_of(small, greedy(ids(count), 1), 400)
-        assert time.monotonic() - start_s < 1
+        assert small.next_step() == since
         assert error["code"] == "context_length_exceeded"
         assert error["param"] == "prompt"
         message = error["message"]

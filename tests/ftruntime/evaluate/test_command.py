@@ -19,6 +19,8 @@ from ftruntime import cli, llm
 from ftruntime.cli.evaluate import table
 from ftruntime.demo import make_demo
 from ftruntime.demo.presets import demo_config
+from ftruntime.evaluate.settings import eval_specs
+from ftruntime.flags import flag_name
 from ftruntime.tokenizer import special
 from tests.support.hf_model import build_hf
 
@@ -34,6 +36,19 @@ def demo(tmp_path_factory):
     directory = tmp_path_factory.mktemp("eval") / "demo"
     make_demo(directory, preset="tiny")
     return directory
+
+
+def test_the_help_has_sections_with_what_changes_the_figures():
+    text = CliRunner().invoke(cli.main, ["eval", "--help"], terminal_width=300).stdout
+    headings = [line for line in text.splitlines() if line and not line.startswith(" ")]
+    assert headings[1:] == [
+        "What is asked:", "What computes it (flags of serve):",
+        "Every other flag of `serve` is accepted too: `ftruntime serve --help` lists them.",
+    ]  # fmt: skip
+    listed = {line.split()[0] for line in text.splitlines() if line.startswith("  --")}
+    assert {flag_name(name) for name in eval_specs()} | {"--needles", "--json"} <= listed
+    assert {"--numerics", "--kv-format", "--moe-cache-rate"} <= listed
+    assert not {"--port", "--api-key", "--max-decode-gap-ms"} & listed
 
 
 def test_bits_are_those_of_transformers(demo, tmp_path):
