@@ -14,11 +14,41 @@ from ftruntime.flags import FlagSpec, flag_name, parse, refuse
 
 _Command = TypeVar("_Command", bound=Callable[..., object])
 _METAVARS: Final = {"int": "N", "float": "F", "str": "TEXT"}
+_SECTIONS: Final[Mapping[str, tuple[str, ...]]] = {
+    "Model": (
+        "model", "served_model_name", "device", "tensor_parallel_size", "disable_pynccl",
+        "numerics", "kv_format",
+    ),
+    "Long prompts beside running streams": (
+        "decode_interleave_every", "max_decode_gap_ms", "prefill_layer_groups",
+        "max_prefill_length",
+    ),
+    "Experts": (
+        "moe_backend", "moe_cache_auto", "moe_cache_size", "moe_cache_rate", "moe_prefetch_layers",
+        "moe_prefill_hit_d2d", "expert_load", "expert_prefetch",
+    ),
+    "Memory": (
+        "memory_ratio", "kv_reserve_tokens", "num_tokens", "num_pages", "swa_full_tokens_ratio",
+        "max_model_len", "cache_type",
+    ),
+    "Requests": (
+        "max_running_requests", "cuda_graph_max_bs", "admission", "max_waiting_requests",
+        "max_waiting_tokens", "request_timeout_s", "max_body_mb", "enable_cache_report",
+    ),
+    "Server": (
+        "host", "port", "api_key", "shutdown_timeout_s", "stall_timeout_s", "decode_log_interval",
+    ),
+}  # fmt: skip
 
 
 def flag_options(command: _Command) -> _Command:
     """Add every flag of `serve` to a click command."""
     return options(flag_specs())(command)
+
+
+def flag_sections() -> Mapping[str, tuple[str, ...]]:
+    """Every flag of `serve` by heading of the help."""
+    return _SECTIONS
 
 
 def options(specs: Mapping[str, FlagSpec]) -> Callable[[_Command], _Command]:

@@ -12,14 +12,18 @@ from ftruntime import inspect as inspection
 from ftruntime import log
 from ftruntime.cli.common import checkpoint_shape, log_lines
 from ftruntime.cli.group import FAILED, USAGE, refusals
+from ftruntime.cli.sections import SectionedCommand
 from ftruntime.effective import inactive_flags
-from ftruntime.options import flag_options, read_config
+from ftruntime.options import flag_options, flag_sections, read_config
 from ftruntime.plan import resolve
 
 _logger = logging.getLogger(__package__)
 
 
-@click.command()
+_PLANNED = {"What is planned for": ("cards", "card_gib", "as_json")}
+
+
+@click.command(cls=SectionedCommand, sections={**_PLANNED, **flag_sections()})
 @click.argument("model_dir", metavar="[MODEL]", required=False)
 @click.option("--cards", metavar="N", help=inspection.CARDS.help_line)
 @click.option("--card-gib", metavar="F", help=inspection.CARD_GIB.help_line)

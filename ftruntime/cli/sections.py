@@ -8,16 +8,20 @@ import click
 
 
 class SectionedCommand(click.Command):
-    """Options by section, in the order of their names there; others are accepted and not listed."""
+    """Options by section, in the order of their names there; others are not listed."""
 
     def __init__(
-        self, *args: object, sections: Mapping[str, Sequence[str]], unlisted: str, **named: object
+        self,
+        *args: object,
+        sections: Mapping[str, Sequence[str]],
+        unlisted: str = "",
+        **named: object,
     ) -> None:
         """As a command.
 
         Args:
             sections: names of parameters by heading.
-            unlisted: a sentence on those in none, below them.
+            unlisted: a sentence on those in none, if there are any, below them.
         """
         super().__init__(*args, **named)  # type: ignore[arg-type]
         self._sections = sections
@@ -32,5 +36,6 @@ class SectionedCommand(click.Command):
         for heading, names in self._sections.items():
             with formatter.section(heading):
                 formatter.write_dl([records[name] for name in names])
-        formatter.write_paragraph()
-        formatter.write_text(self._unlisted)
+        if self._unlisted:
+            formatter.write_paragraph()
+            formatter.write_text(self._unlisted)

@@ -14,19 +14,20 @@ import click
 from ftruntime import log
 from ftruntime.cli.common import checkpoint_shape, log_lines
 from ftruntime.cli.group import FAILED, USAGE, Failure, refusals
+from ftruntime.cli.sections import SectionedCommand
 from ftruntime.config import RuntimeConfig
 from ftruntime.distribution import DISTRIBUTION
 from ftruntime.effective import inactive_flags
 from ftruntime.engine.meeting import Meeting, meeting_for
 from ftruntime.facts import probe
 from ftruntime.model.config import ModelConfig
-from ftruntime.options import flag_options, read_config
+from ftruntime.options import flag_options, flag_sections, read_config
 from ftruntime.plan import Plan, resolve
 
 _logger = logging.getLogger(__package__)
 
 
-@click.command()
+@click.command(cls=SectionedCommand, sections=flag_sections())
 @click.argument("model_dir", metavar="[MODEL]", required=False)
 @flag_options
 def serve(model_dir: str | None, **params: str | bool | None) -> int:

@@ -22,6 +22,7 @@ from ftruntime import cli, distribution
 from ftruntime.cli import make_demo, serve
 from ftruntime.config import RuntimeConfig, flag_specs
 from ftruntime.demo.presets import PRESETS, demo_config
+from ftruntime.options import flag_sections
 
 _REPORT = (
     "--disable-pynccl --moe-backend offload --moe-cache-auto --kv-reserve-tokens 327680 "
@@ -320,6 +321,10 @@ def test_help_shows_every_flag_with_its_default(command):
         assert "--" + name.replace("_", "-") in text
         assert spec.help_line in text
     assert "--tensor-parallel-size, --tp N" in text
+    headings = [line for line in wide.stdout.splitlines() if line.endswith(":") and line[0] != " "]
+    assert headings[-len(flag_sections()):] == [f"{name}:" for name in flag_sections()]
+    listed = [name for names in flag_sections().values() for name in names]
+    assert sorted(listed) == sorted(flag_specs())
 
 
 def test_version_and_help_need_no_torch_and_no_server():
