@@ -67,6 +67,4 @@ def copy_demo(directory: Path, *, force: bool = False) -> None:
     source = demo_directory()
     open_checkpoint(source, ModelConfig.from_dir(source))
     with new_directory(directory, force=force) as partial:
-        for file in source.iterdir():
-            if file.is_file():
-                shutil.copyfile(file, partial / file.name)
+        shutil.copytree(source, partial, copy_function=shutil.copyfile, dirs_exist_ok=True)

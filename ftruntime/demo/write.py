@@ -22,6 +22,7 @@ from ftruntime.demo.presets import GENERATION_CONFIG
 from ftruntime.demo.vocabulary import tokenizer_config
 from ftruntime.distribution import DEMO_DIRECTORY
 from ftruntime.model.config import ModelConfig
+from ftruntime.tokenizer.fixed_texts import FIXED_TEXTS_FILE, neutral_source
 
 _SHARD_BYTES = 6_000_000
 _OWN_FILES = re.compile(
@@ -64,6 +65,9 @@ def write_checkpoint(
         tokenizer.save(str(partial / "tokenizer.json"))
         settings = tokenizer_config(model.max_position_embeddings)
         _write_json(partial / "tokenizer_config.json", settings)
+        texts = partial / FIXED_TEXTS_FILE
+        texts.parent.mkdir()
+        texts.write_text(neutral_source(), encoding="utf-8")
         _write_tensors(partial, tensors, progress)
 
 
@@ -160,8 +164,14 @@ def _check_target(directory: Path, force: bool) -> None:
 
 def _foreign(directory: Path, names: list[str]) -> str | None:
     """What in the directory is not of a demo checkpoint, if anything."""
+    texts = Path(FIXED_TEXTS_FILE)
     for name in names:
-        if not _OWN_FILES.fullmatch(name) or not (directory / name).is_file():
+        path = directory / name
+        if name == texts.parent.name and path.is_dir():
+            other = sorted({entry.name for entry in path.iterdir()} - {texts.name})
+            if other:
+                return f"{name}/{other[0]}"
+        elif not _OWN_FILES.fullmatch(name) or not path.is_file():
             return name
     if names:
         try:

@@ -14,6 +14,7 @@ import string
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Final
 
 from ftruntime.tokenizer import special
 
@@ -48,7 +49,22 @@ _NEUTRAL_RESPONSE_FORMAT = """# Form of the reply
 The reply is JSON and nothing else, in the form that this object asks for:
 {schema}"""
 
-_NEUTRAL_EFFORT_MAX = "Reason as long and as carefully as the question allows before answering."
+_NEUTRAL_EFFORT_MAX = "Reason as long and as carefully as the question needs before answering."
+
+
+FIXED_TEXTS_FILE: Final = "encoding/encoding_dsv4.py"
+"""Within a checkpoint's directory."""
+
+
+def neutral_source() -> str:
+    """The neutral texts as that file, for a checkpoint that has none of its own."""
+    texts = {
+        "TOOLS_TEMPLATE": _NEUTRAL_TOOLS,
+        "response_format_template": _NEUTRAL_RESPONSE_FORMAT,
+        "REASONING_EFFORT_MAX": _NEUTRAL_EFFORT_MAX,
+    }
+    head = '"""Fixed texts of a prompt, as data: what reads them takes the literals."""\n'
+    return head + "".join(f'\n{name} = """{text}"""\n' for name, text in texts.items())
 
 
 @dataclass(frozen=True)
@@ -67,7 +83,7 @@ class FixedTexts:
         Raises:
             ValueError: the file is damaged or does not assign the three texts as string literals.
         """
-        file = path / "encoding" / "encoding_dsv4.py"
+        file = path / FIXED_TEXTS_FILE
         if file.exists() and not file.is_file():
             raise ValueError(f"{file}: not a regular file, expected one or none")
         if not file.is_file():

@@ -23,6 +23,7 @@ from ftruntime.cli import make_demo, serve
 from ftruntime.config import RuntimeConfig, flag_specs
 from ftruntime.demo.presets import PRESETS, demo_config
 from ftruntime.options import flag_sections
+from ftruntime.tokenizer.fixed_texts import FIXED_TEXTS_FILE
 
 _REPORT = (
     "--disable-pynccl --moe-backend offload --moe-cache-auto --kv-reserve-tokens 327680 "
@@ -281,14 +282,18 @@ def test_make_demo(tmp_path, monkeypatch):
     ]
 
 
+def contents(directory):
+    files = [path for path in directory.rglob("*") if path.is_file()]
+    return {str(path.relative_to(directory)): path.read_bytes() for path in files}
+
+
 def test_make_demo_copies_the_trained_one(tmp_path):
     for force in ([], ["--force"]):
         result = invoke("make-demo", str(tmp_path / "d"), *force)
         assert (result.exit_code, result.stdout) == (0, f"{tmp_path}/d\n")
-        copied = {file.name: file.read_bytes() for file in (tmp_path / "d").iterdir()}
-        source = distribution.demo_directory()
-        assert copied == {file.name: file.read_bytes() for file in source.iterdir()}
-    assert {"config.json", "tokenizer.json", "NOTICE.md"} < set(copied)
+        copied, source = contents(tmp_path / "d"), contents(distribution.demo_directory())
+        assert copied == source
+    assert {"config.json", "tokenizer.json", "NOTICE.md", FIXED_TEXTS_FILE} < set(copied)
     assert sum(map(len, copied.values())) < 16_000_000
 
 

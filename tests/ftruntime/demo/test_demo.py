@@ -1,13 +1,14 @@
 """The demo checkpoint: format, determinism, tokenizer, and greedy text that is alive.
 
 Mutants tried: one random stream for all tensors; quiet rows left loud; `force` removing foreign
-files.
+files; chat texts left out.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import time
 
@@ -19,6 +20,7 @@ from tokenizers import Tokenizer
 from ftruntime.demo import make_demo
 from ftruntime.demo.vocabulary import ADDED_TOKENS, SPECIAL_TOKENS, readable_ids
 from ftruntime.model.config import ModelConfig
+from ftruntime.tokenizer.fixed_texts import FixedTexts
 from tests.support.hf_model import build_hf
 
 PROMPTS = ("Hello", "x" * 40)
@@ -36,9 +38,15 @@ def tokenizer(demo):
     return Tokenizer.from_file(str(demo / "tokenizer.json"))
 
 
+def _files(directory):
+    return {
+        str(path.relative_to(directory)): path for path in directory.rglob("*") if path.is_file()
+    }
+
+
 def _digests(directory):
-    files = sorted(directory.iterdir())
-    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+    files = _files(directory).items()
+    return {name: hashlib.sha256(file.read_bytes()).hexdigest() for name, file in files}
 
 
 def test_files_have_the_mode_that_the_umask_leaves(tmp_path):
@@ -47,7 +55,7 @@ def test_files_have_the_mode_that_the_umask_leaves(tmp_path):
         make_demo(tmp_path / "demo", preset="tiny")
     finally:
         os.umask(before)
-    modes = {file.stat().st_mode & 0o777 for file in (tmp_path / "demo").iterdir()}
+    modes = {file.stat().st_mode & 0o777 for file in _files(tmp_path / "demo").values()}
     assert modes == {0o640}
 
 
@@ -64,10 +72,9 @@ def test_files_and_index(demo):
     assert shards == [
         f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)
     ]
-    names = {file.name for file in demo.iterdir()}
-    assert names == {
+    assert _files(demo).keys() == {
         *shards, "config.json", "generation_config.json", "tokenizer.json",
-        "tokenizer_config.json", "model.safetensors.index.json",
+        "tokenizer_config.json", "model.safetensors.index.json", "encoding/encoding_dsv4.py",
     }  # fmt: skip
     total = 0
     stored = {}
@@ -78,7 +85,17 @@ def test_files_and_index(demo):
                 stored[name] = shard
     assert stored == index["weight_map"]
     assert total == index["metadata"]["total_size"]
-    assert sum(file.stat().st_size for file in demo.iterdir()) < 40e6
+    assert sum(file.stat().st_size for file in _files(demo).values()) < 40e6
+
+
+def test_chat_texts_come_along(demo, tmp_path, caplog):
+    with caplog.at_level(logging.INFO, logger="ftruntime"):
+        of_demo = FixedTexts.from_dir(demo)
+    assert caplog.records == []
+    without = FixedTexts.from_dir(tmp_path)
+    assert of_demo.tools([{"name": "f"}]) == without.tools([{"name": "f"}])
+    assert of_demo.response_format({"a": 1}) == without.response_format({"a": 1})
+    assert of_demo.effort_max() == without.effort_max()
 
 
 def test_runs_on_eight_ranks_and_has_every_layer_type(demo):

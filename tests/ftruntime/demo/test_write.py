@@ -65,6 +65,11 @@ def folder(demo):
     (demo / "tokenizer.json" / "mine").write_text("mine")
 
 
+def beside_the_texts(demo):
+    (demo / "encoding").mkdir(exist_ok=True)
+    (demo / "encoding" / "mine.py").write_text("mine")
+
+
 def no_config(demo):
     (demo / "config.json").unlink()
     (demo / "tokenizer.json").write_text("{}")
@@ -73,7 +78,8 @@ def no_config(demo):
 @pytest.mark.parametrize(
     ("change", "held"),
     [(other_model, "a config.json of another model"), (large, "more than 64 MB"),
-     (folder, "tokenizer.json"), (no_config, "tokenizer.json")],
+     (folder, "tokenizer.json"), (beside_the_texts, "encoding/mine.py"),
+     (no_config, "tokenizer.json")],
 )  # fmt: skip
 def test_what_is_not_a_demo_is_not_replaced(change, held, demo):
     change(demo)
