@@ -53,7 +53,7 @@ class RuntimeConfig:
     """
 
     model: str | None = words(
-        None, "Checkpoint directory.", shown_default="demo-kjv, a small one that comes along"
+        None, "Checkpoint directory.", shown_default="the trained demo that comes along"
     )
     tensor_parallel_size: int = integer(
         1, "Ranks, one process each.", low=1, aliases=("--tp",)

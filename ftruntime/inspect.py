@@ -25,7 +25,8 @@ CARDS = FlagSpec(
 )  # fmt: skip
 CARD_GIB = FlagSpec(
     kind="float", low=0, low_open=True, high=4096,
-    help="Free memory of each of those cards in GiB.", shown_default="24",
+    help="Plan for cards with this much free memory each, in GiB: one, or as many as --cards or "
+    "--tensor-parallel-size say.", shown_default="24 with --cards",
 )  # fmt: skip
 _DEFAULT_CARD_GIB = 24.0
 _GIB = 1 << 30

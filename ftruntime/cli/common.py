@@ -16,11 +16,16 @@ from ftruntime.model.config import ModelConfig
 _logger = logging.getLogger(__package__)
 
 
-def checkpoint_shape(config: RuntimeConfig) -> ModelConfig:
-    """The shape of the checkpoint that was named; what cannot be read ends the command."""
+def checkpoint_shape(config: RuntimeConfig, other_models: str = "") -> ModelConfig:
+    """The shape of the checkpoint that was named; what cannot be read ends the command.
+
+    Args:
+        other_models: what the command takes besides, as its sentence goes on.
+    """
     directory = Path(str(config.model))
     if not directory.is_dir():
-        raise Failure(f"--model is {directory}, expected a checkpoint directory", USAGE)
+        expected = f"a checkpoint directory{other_models}"
+        raise Failure(f"--model is {directory}, expected {expected}", USAGE)
     with refusals(FAILED):
         return ModelConfig.from_dir(directory)
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import sys
+from collections.abc import Iterator
 
 import click
 
@@ -13,7 +15,9 @@ from ftruntime import log
 from ftruntime.cli.common import checkpoint_shape, log_lines
 from ftruntime.cli.group import FAILED, USAGE, refusals
 from ftruntime.cli.sections import SectionedCommand
+from ftruntime.config import RuntimeConfig
 from ftruntime.effective import inactive_flags
+from ftruntime.flags import flag_name
 from ftruntime.options import flag_options, flag_sections, read_config
 from ftruntime.plan import resolve
 
@@ -41,13 +45,17 @@ def inspect(
     MODEL is a checkpoint directory, flash or pro; without one, the trained demo.
     """
     with refusals(USAGE):
-        config, facts = inspection.machine(read_config(params, model_dir), cards, card_gib)
+        given = read_config(params, model_dir)
+        config, facts = inspection.machine(given, cards, card_gib)
     log.setup()
     with refusals(FAILED):
         config = config.with_model()
     builtin = str(config.model) in inspection.BUILTIN_MODELS
-    shape = inspection.shape_of(str(config.model)) if builtin else checkpoint_shape(config)
-    with refusals(USAGE):
+    shape = (
+        inspection.shape_of(str(config.model)) if builtin
+        else checkpoint_shape(config, ", flash or pro")
+    )  # fmt: skip
+    with refusals(USAGE), _as_given(cards, given):
         plan = resolve(config, shape, facts, strict=False)
     log_lines((*plan.notes, *inactive_flags(config, plan)), plan.warnings)
     if not plan.fits and facts.kind == "cpu":
@@ -67,3 +75,15 @@ def inspect(
         click.echo(json.dumps(values))
     else:
         inspection.print_table(values, plan, sys.stdout)
+
+
+@contextlib.contextmanager
+def _as_given(cards: str | None, given: RuntimeConfig) -> Iterator[None]:
+    """A refusal of the ranks names --cards where that has set them."""
+    try:
+        yield
+    except ValueError as error:
+        if cards is None or "tensor_parallel_size" in given.explicit:
+            raise
+        named = str(error).replace(f"{flag_name('tensor_parallel_size')} is", "--cards is", 1)
+        raise ValueError(named) from error

@@ -3,7 +3,7 @@
 Mutants tried and seen red: --cards not setting the ranks, GiB taken for GB, notes on stdout, the
 refusal of serve not shown, reasons left out of the table, names or figures cut off at 80 columns,
 hit rates told where nothing misses or left out where something does, a wrong reason for halves or
-graphs, the latency of an all-reduce left out.
+graphs, the latency of an all-reduce left out, the ranks named where --cards set them.
 """
 
 from __future__ import annotations
@@ -195,7 +195,10 @@ WRONG = [
      "--tensor-parallel-size is 8, expected at most the 4 cards of this machine"),
     (["flash", "--tp", "3"], 2,
      "--tensor-parallel-size is 3, expected a divisor of num_attention_heads (64)"),
-    (["/nowhere"], 2, "--model is /nowhere, expected a checkpoint directory"),
+    (["flash", "--cards", "3"], 2, "--cards is 3, expected a divisor of num_attention_heads (64)"),
+    (["flash", "--cards", "3", "--tp", "3"], 2,
+     "--tensor-parallel-size is 3, expected a divisor of num_attention_heads (64)"),
+    (["/nowhere"], 2, "--model is /nowhere, expected a checkpoint directory, flash or pro"),
     (["flash", "--model", "pro"], 2,
      "--model is pro, expected only one model, flash was given too"),
     (["flash", "--moe-backend", "fused", "--moe-cache-rate", "0.5"], 2,
