@@ -56,7 +56,7 @@ class Steps:
         what = f"{self._verb} {op}"
         self._bar.update(self._task, description=what, advance=1, note=self.note)
         now, (then, before) = self._clock(), self._last
-        if not self._bar.console.is_terminal and now - then >= _LINE_S:
+        if not self._bar.console.is_interactive and now - then >= _LINE_S:
             left_s = (self._total - self._done) * (now - then) / (self._done - before)
             words = [f"{what}: {self._done} of {self._total}", self.note, _left(left_s)]
             self._bar.console.print(", ".join(filter(None, words)), soft_wrap=True)
@@ -75,7 +75,9 @@ def steps(verb: str, total: int) -> Iterator[Steps]:
         TextColumn("{task.fields[note]}"), TimeRemainingColumn(),
     )  # fmt: skip
     console = Console(stderr=True, highlight=False)
-    with Progress(*columns, console=console, transient=True) as bar:
+    # where it shows no bar it ends with an empty line
+    is_off = not console.is_interactive
+    with Progress(*columns, console=console, transient=True, disable=is_off) as bar:
         yield Steps(bar, verb, total)
 
 

@@ -2,12 +2,14 @@
 
 Mutants tried: a line at every step, the time left of the whole run's mean, done counted as left, a
 gain on an unsound default told, what is not expected any more still waited for, a state refused
-that need not be kept.
+that need not be kept, the default one in the home folder of whoever runs the tests.
 """
 
 from __future__ import annotations
 
 import io
+import subprocess
+import sys
 from dataclasses import replace
 
 import click
@@ -40,7 +42,10 @@ def clock() -> Clock:
 
 def _steps(clock: Clock, total: int, *, terminal: bool = False) -> tuple[Steps, io.StringIO]:
     said = io.StringIO()
-    bar = Progress(console=Console(file=said, force_terminal=terminal, width=60))
+    console = Console(
+        file=said, force_terminal=terminal, force_interactive=terminal, width=60
+    )  # fmt: skip
+    bar = Progress(console=console)
     return Steps(bar, "compile", total, clock), said
 
 
@@ -120,6 +125,14 @@ def test_a_failure_of_the_machine_is_one_sentence(state, tmp_path):
     is_kept = state == "kept.jsonl"
     assert end.value.message == f"linear cannot be compiled{goes_on * is_kept}"
     assert end.value.exit_code == 1
+
+
+def test_tests_keep_no_state_where_their_user_does(home, tmp_path_factory):
+    for state in (progress.state_file("card"), home):
+        assert state.is_relative_to(tmp_path_factory.getbasetemp())
+    command = "from autotune.progress import state_file; print(state_file('card'))"
+    done = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True)
+    assert done.stdout == f"{progress.state_file('card')}\n"
 
 
 def test_a_state_that_another_one_has_is_read_where_it_need_not_be_kept(tmp_path):
