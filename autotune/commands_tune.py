@@ -13,15 +13,21 @@ from typing import TYPE_CHECKING
 
 import click
 
-from autotune.ops import ARCHES, chosen, jobs_option, out_option, require_compiler, shown
+from autotune.ops import (
+    ARCHES,
+    chosen,
+    jobs_option,
+    out_option,
+    require_compiler,
+    shown,
+    state_option,
+)
 from autotune.progress import compiling, measuring, state_file
 from autotune.settings import require_default, tell_changed
 from autotune.tables import counted, print_changed, print_problems, print_summaries
 
 if TYPE_CHECKING:
     from autotune.tune import Card
-
-_STATE_FILE = click.Path(path_type=Path, dir_okay=False)
 
 
 def _ranks(value: str) -> list[int]:
@@ -48,11 +54,7 @@ def _ranks(value: str) -> list[int]:
     "--top", type=click.IntRange(1), default=5, show_default=True,
     help="Candidates of a key that a card measures.",
 )  # fmt: skip
-@click.option(
-    "--state", type=_STATE_FILE,
-    help="File that a killed run goes on from; default: in ~/.cache/ftkernels. It holds what was "
-    "compiled; what a card measured is measured again.",
-)  # fmt: skip
+@state_option
 @click.option("--dry-run", is_flag=True, help="Say what there is to try, and compile nothing.")
 def tune(
     ops: tuple[str, ...], arch: str | None, sizes: str, out: Path | None,

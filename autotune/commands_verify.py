@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING, Literal, NoReturn
 
 import click
 
-from autotune.ops import arch_option, chosen, jobs_option, out_option, require_compiler
+from autotune.ops import (
+    arch_option,
+    chosen,
+    jobs_option,
+    out_option,
+    require_compiler,
+    state_option,
+)
 from autotune.progress import compiling, counting, state_file
 from autotune.settings import tell_changed
 from autotune.tables import counted, pairs
@@ -110,11 +117,17 @@ def _interpreted(*arguments: str) -> NoReturn:
 @arch_option
 @out_option
 @jobs_option
+@state_option
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON array instead of a table.")
 def report(
-    ops: tuple[str, ...], arch: str, out: Path | None, jobs: int | None, as_json: bool
-) -> None:
-    """Before and after: each key's default and its entry, and what their kernels use."""
+    ops: tuple[str, ...], arch: str, out: Path | None, jobs: int | None, state: Path | None,
+    as_json: bool,
+) -> None:  # fmt: skip
+    """Before and after: each key's default and its entry, and what their kernels use.
+
+    What the file of --state holds is not compiled again, what is compiled is added to it. Without
+    --state it is the file of tune, which is only read while another process has it.
+    """
     specs = chosen(ops)
     require_compiler()
     tell_changed()
@@ -123,10 +136,12 @@ def report(
     with config.reading(out or config.folder()):
         if out:
             _folder_of(int(arch))
-        _report(specs, arch, jobs, as_json)
+        _report(specs, arch, jobs, state, as_json)
 
 
-def _report(specs: Sequence[KernelSpec], arch: str, jobs: int | None, as_json: bool) -> None:
+def _report(
+    specs: Sequence[KernelSpec], arch: str, jobs: int | None, state: Path | None, as_json: bool
+) -> None:  # fmt: skip
     from autotune import entries
     from autotune import report as reporting
     from autotune import search as searching
@@ -137,7 +152,8 @@ def _report(specs: Sequence[KernelSpec], arch: str, jobs: int | None, as_json: b
     problems = searching.problems(specs, arch=int(arch))
     found = entries.read(config.folder(), gpu, specs)
     by_key = {(op, config.entry_key(entry["key"])): entry for op, entry in found.taken}
-    with compiling(problems, int(arch), state_file(gpu), jobs, must_keep=False) as setup:
+    kept = state or state_file(gpu)
+    with compiling(problems, int(arch), kept, jobs, must_keep=bool(state)) as setup:
         rows = reporting.rows(problems, by_key, setup)
     if as_json:
         click.echo(json.dumps([row.as_dict() for row in rows]))

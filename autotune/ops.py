@@ -22,6 +22,11 @@ out_option = click.option(
     help="Folder of the entries; default: where serving reads them, configs in the package "
     "ftkernels.",
 )  # fmt: skip
+state_option = click.option(
+    "--state", type=click.Path(path_type=Path, dir_okay=False),
+    help="File that a killed run goes on from; default: in ~/.cache/ftkernels. It holds what was "
+    "compiled; what a card measured is measured again.",
+)  # fmt: skip
 jobs_option = click.option(
     "--jobs", type=click.IntRange(1), help="Processes that compile; default: all cores."
 )
@@ -49,8 +54,8 @@ def chosen(ops: Sequence[str]) -> list[KernelSpec]:
     for op in ops:
         if op not in known:
             near = difflib.get_close_matches(op, known, n=3)
-            hint = f", such as {', '.join(near)}" if near else ""
-            raise click.UsageError(f"OP is {op!r}, expected the name of an op{hint}")
+            hint = ", ".join(near) or "those that `ft-autotune tune --dry-run` lists"
+            raise click.UsageError(f"OP is {op!r}, expected the name of an op, such as {hint}")
         if not known[op].kernel:
             raise click.UsageError(
                 f"OP is {op!r}, which runs its reference only, expected an op with kernels"

@@ -4,7 +4,8 @@ Mutants tried: exit 0 with wrong entries, ignored entries left out of the list, 
 that passes, a missing file that passes, strays let be, wrong entries counted among those looked up
 only, `report` silent about them, every key run with `--quick`, `--out` left to lookups of the
 serving folder or not passed on, files of ops without names missed there, keys
-without an entry passed, those of ignored entries said twice, those of other ops asked for.
+without an entry passed, those of ignored entries said twice, those of other ops asked for, a state
+that is named left unread or, where it cannot be used, let be.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ import torch
 import triton
 
 import ftkernels
-from autotune import entries, search, verify
+from autotune import entries, search, trials, verify
+from autotune.progress import state_file
 from ftkernels import backend, config
 from tests.autotune.command import run
 from tests.autotune.toy import ENTRY, HOST, TOY
@@ -145,7 +147,7 @@ def test_verify_interprets_without_a_card(folder, monkeypatch, capsys):
 
 @needs_compiler
 @pytest.mark.filterwarnings("ignore:config file")
-def test_report_shows_an_entry_beside_its_default(tmp_path, monkeypatch, capsys):
+def test_report_shows_an_entry_beside_its_default(tmp_path, capsys):
     from ftkernels.sampling import adjust
 
     default = adjust.default_config({"N": 20000})
@@ -158,7 +160,6 @@ def test_report_shows_an_entry_beside_its_default(tmp_path, monkeypatch, capsys)
     path = tmp_path / GPU / "adjust_logits.json"
     path.parent.mkdir()
     path.write_text(json.dumps({**head, "entries": [{"key": 3}, entry]}))
-    monkeypatch.setattr(Path, "home", lambda: tmp_path)
     options = ("--jobs", "1", "--out", str(tmp_path))
     code, out, err = run(capsys, "report", "adjust_logits", *options, "--json")
     assert code == 1
@@ -184,3 +185,25 @@ def test_report_shows_an_entry_beside_its_default(tmp_path, monkeypatch, capsys)
     code, _, err = run(capsys, "report", "adjust_logits", "--out", str(tmp_path / "none"))
     assert (code, err) == (1, f"ft-autotune: config folder {tmp_path / 'none' / GPU} is missing, "
                               "expected a file for each op\n")  # fmt: skip
+
+
+@needs_compiler
+def test_report_goes_on_from_a_state(home, tmp_path, monkeypatch, capsys):
+    options = ("adjust_logits", "--jobs", "1", "--json")
+    kept = tmp_path / "kept"
+    _, first, _ = run(capsys, "report", *options, "--state", str(kept))
+    before = kept.read_bytes()
+    assert before
+    assert list(home.iterdir()) == []
+    with monkeypatch.context() as patch:
+        patch.setattr(trials, "_attempt", pytest.fail)
+        assert run(capsys, "report", *options, "--state", str(kept))[1] == first
+    assert kept.read_bytes() == before
+    assert run(capsys, "report", *options)[1] == first
+    assert state_file(GPU).read_bytes() == before
+    assert state_file(GPU).is_relative_to(home)
+
+    kept.write_text("mine")
+    code, out, err = run(capsys, "report", *options, "--state", str(kept))
+    assert (code, out) == (2, "")
+    assert err == f"ft-autotune: --state is {kept}, expected a file that ft-autotune wrote\n"
