@@ -1,4 +1,8 @@
-"""Variables of the environment under which Triton compiles other code than it does without them."""
+"""Variables of the environment under which Triton compiles other code than it does without them.
+
+They are those of a whole process: Triton reads some of them when it is imported, and what it has
+compiled once it does not compile again.
+"""
 
 from __future__ import annotations
 
@@ -62,10 +66,10 @@ def require_default(what: str) -> None:
 
 
 def tell_changed() -> None:
-    """A warning on stderr for each changed setting, where others' figures may be compared."""
+    """A sentence on stderr for each changed setting, where others' figures may be compared."""
     for name, value in changed().items():
         click.echo(
-            f"Warning: {name} is {value}, which changes what is compiled: figures are not those of "
-            "a process without it",
+            f"ft-autotune: {name} is {value}, which changes what is compiled: figures are not "
+            "those of a process without it",
             err=True,
         )

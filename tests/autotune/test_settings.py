@@ -2,20 +2,26 @@
 
 Mutants tried: a variable left out, a value that says the default taken for a change, a change taken
 for the default, a file's own change not seen, the contract or shipped entries written in spite of a
-change, other folders refused, the warning left out of one command.
+change, other folders refused, the sentence left out of one command or begun another way, settings
+left out of what a trial follows from.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 from triton import knobs
 
-from autotune import search, settings
+from autotune import inspect, search, settings
 from autotune.cli import cli
 from ftkernels import backend, config
+from tests.autotune.command import run
 
 # of Triton's own list what changes no code: dumps, messages, caches, tools of other cards
 _NO_CODE = {
@@ -102,27 +108,50 @@ def test_a_changed_compiler_writes_nothing_that_is_shipped(tmp_path, monkeypatch
         ), ended.output  # fmt: skip
 
 
-TOLD = "Warning: PTXAS_OPTIONS is -O1, which changes what is compiled: "
+TOLD = "ft-autotune: PTXAS_OPTIONS is -O1, which changes what is compiled: "
+
+
+def _begin(*_: object, **__: object) -> None:
+    """Stands in for what compiles."""
+    raise KeyError("begun")
 
 
 @_compiles
 @pytest.mark.parametrize("words", [["inspect"], ["inspect", "--diff"], ["report"]], ids=" ".join)
 def test_figures_of_a_changed_compiler_are_told(monkeypatch, words):
-    arguments = [*words, "count_missing", "--jobs", "1"]
-    assert "PTXAS_OPTIONS" not in CliRunner().invoke(cli, arguments).stderr
+    monkeypatch.setattr(inspect, "inspect", _begin)
+    monkeypatch.setattr(search, "problems", _begin)
+    ended = CliRunner().invoke(cli, [*words, "count_missing"])
+    assert isinstance(ended.exception, KeyError), ended.output
+    assert ended.stderr == ""
     monkeypatch.setenv("PTXAS_OPTIONS", "-O1")
-    ended = CliRunner().invoke(cli, arguments)
+    ended = CliRunner().invoke(cli, [*words, "count_missing"])
+    assert isinstance(ended.exception, KeyError), ended.output
     assert ended.stderr.startswith(TOLD), ended.output
+    assert ended.stderr.count("\n") == 1
+
+
+@_compiles
+def test_figures_of_a_changed_compiler_are_others(tmp_path, capsys):
+    """Though both processes keep theirs in one file."""
+    arguments = ["report", "count_missing", "--jobs", "1", "--json", "--state", str(tmp_path / "s")]
+    before = run(capsys, *arguments)
+    assert before[2] == ""
+    done = subprocess.run(
+        [sys.executable, "-m", "autotune", *arguments], cwd=Path(__file__).parents[2], text=True,
+        capture_output=True, check=True, env={**os.environ, "PTXAS_OPTIONS": "-O1"},
+    )  # fmt: skip
+    assert done.stderr.startswith(TOLD)
+    both = (json.loads(x) for x in (before[1], done.stdout))
+    registers = [[row["after"]["registers"] for row in rows] for rows in both]
+    assert registers[0] != registers[1]
+    assert run(capsys, *arguments) == before
 
 
 @_compiles
 def test_elsewhere_a_changed_compiler_is_let(tmp_path, monkeypatch):
     """What is tried there has an identity of its own."""
-
-    def problems(specs: object, **_: object) -> None:
-        raise KeyError("begun")
-
-    monkeypatch.setattr(search, "problems", problems)
+    monkeypatch.setattr(search, "problems", _begin)
     monkeypatch.setenv("PTXAS_OPTIONS", "-O1")
     for out in (["--out", str(tmp_path / "out")], []):
         arguments = ["tune", "count_missing", "--state", str(tmp_path / "s"), *out]
