@@ -11,7 +11,7 @@ import triton
 
 from autotune.search import lookups
 from autotune.static import LaunchFigures, figures
-from autotune.trials import COMPILE_ERRORS, stopped
+from autotune.trials import COMPILE_ERRORS, silent, stopped
 from autotune.workers import work_through
 from ftkernels import KernelSpec, registry, target
 from ftkernels.offline import Compiled, compile_launches
@@ -127,7 +127,8 @@ class _Job:
 
 def _compiled(job: _Job) -> list[LaunchRow]:
     try:
-        return rows_of(job.item, job.arch)
+        with silent():
+            return rows_of(job.item, job.arch)
     except COMPILE_ERRORS as error:
         raise stopped(str(job), error) from None
 

@@ -81,14 +81,18 @@ def attempt(job: Job) -> Trial:
         Stopped: the machine failed, so that nothing is known of the config.
     """
     try:
-        # Triton prints the whole code of what ptxas refuses, a lookup warns of stale entries
-        with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with silent(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of stale entries
             return _attempt(job)
     except COMPILE_ERRORS as error:
         if _is_verdict(error):
             return Trial(error="does not compile")
         raise stopped(str(job), error) from None
+
+
+def silent() -> contextlib.AbstractContextManager[object]:
+    """Nothing is printed inside: Triton shows the whole code of what ptxas refuses."""
+    return contextlib.redirect_stdout(io.StringIO())
 
 
 def stopped(what: str, error: BaseException) -> Stopped:
