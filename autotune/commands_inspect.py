@@ -16,6 +16,7 @@ from autotune.tables import counted
 if TYPE_CHECKING:
     from autotune.contract import Contract
     from autotune.inspect import Item, LaunchRow
+    from ftkernels import KernelSpec
 
 
 @click.command()
@@ -56,7 +57,9 @@ def inspect(
         raise click.UsageError("--write-contract is given with --diff, expected one of the two")
     if (write_contract or diff) and (candidates or arch != "89"):
         other = "--candidates" if candidates else f"--arch {arch}"
-        raise click.UsageError(f"{other} is given with a contract, expected --arch 89 alone")
+        expected = "one of the two" if candidates else "--arch 89"
+        flag = "--diff" if diff else "--write-contract"
+        raise click.UsageError(f"{other} is given with {flag}, expected {expected}")
     if write_contract:
         require_default("a contract is written")
     work = work_list(specs, arch=int(arch), candidates=candidates)
@@ -68,7 +71,7 @@ def inspect(
         _write(rows, others=bool(ops))
         return
     if committed is not None:
-        _print_changes(rows, committed, committed.strays(specs), contract.ignored(specs), as_json)
+        _print_changes(rows, committed, specs, as_json)
         return
     if as_json:
         card = {"arch": int(arch), "card": target.of_arch(int(arch)).name}
@@ -134,26 +137,29 @@ def _write(rows: Sequence[LaunchRow], *, others: bool) -> None:
             f"contract: {contract.COMMITTED} cannot be written ({error.strerror}), expected a "
             "file to replace"
         ) from None
-    click.echo(f"ft-autotune: {count} launches in {contract.COMMITTED.name}", err=True)
+    click.echo(f"ft-autotune: {count} launches in {contract.NAME}", err=True)
 
 
 def _print_changes(
-    rows: Sequence[LaunchRow], committed: Contract, strays: Sequence[str], ignored: str,
-    as_json: bool,
-) -> None:  # fmt: skip
+    rows: Sequence[LaunchRow], committed: Contract, specs: Sequence[KernelSpec], as_json: bool
+) -> None:
     from autotune import contract, launch_tables
 
-    found = committed.changes(rows)
+    found, strays = committed.changes(rows), committed.strays(specs)
+    ignored, num_left_out = contract.ignored(specs), contract.num_left_out(specs)
     if as_json:
         value = {
             "source": "modelled", "changes": [vars(change) for change in found],
-            "strays": strays, "ignored": ignored or None,
+            "strays": strays, "ignored": ignored or None, "left_out": num_left_out,
         }  # fmt: skip
         click.echo(json.dumps(value))
     elif found:
-        launch_tables.print_changes(found)
+        launch_tables.print_changes(found, contract.NAME)
     elif not strays:
-        click.echo(f"none of {len(rows)} launches differs from {contract.COMMITTED.name}")
+        click.echo(f"none of {len(rows)} launches differs from {contract.NAME}")
+    if num_left_out and not as_json:
+        launches = counted(num_left_out, "launch", "launches")
+        click.echo(f"left out of {contract.NAME}, so not compared: {launches}")
     failing = [str(change) for change in found if change.fails]
     ways_out = [contract.way_out(op) for op in dict.fromkeys(x.op for x in found if x.fails)]
     for sentence in (*failing, *strays, *ways_out, *filter(None, [ignored])):

@@ -26,7 +26,8 @@ from ftkernels.testing import figures
 
 Entry = Mapping[str, Any]
 SHARED_BYTES = 101376  # of a block on sm_89, by the vendor's table
-COMMITTED = Path(__file__).parents[1] / "bench_kernels" / "contract.json"
+NAME = "bench_kernels/contract.json"
+COMMITTED = Path(__file__).parents[1] / NAME
 _SLOWER_TOLERANCE = 0.05
 _WIDE_TOLERANCE = 0.01
 _RANKS = re.compile(r"\btp(\d+)\b")
@@ -187,6 +188,14 @@ def ignored(specs: Sequence[KernelSpec]) -> str:
         f"contract: entries of {ops} are ignored, the figures are those of defaults: "
         f"ft-autotune tune {ops}"
     )
+
+
+def num_left_out(specs: Sequence[KernelSpec]) -> int:
+    """Launches of the cases of these ops that the contract leaves out."""
+    return sum(
+        spec.launches(case) for spec in specs for case in spec.cases
+        if spec.kernel and not is_held(case)
+    )  # fmt: skip
 
 
 def held_launches(specs: Sequence[KernelSpec]) -> dict[tuple[str, str], int]:

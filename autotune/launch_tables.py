@@ -119,9 +119,9 @@ def _loops(row: LaunchRow) -> Iterator[LoopRow]:
     yield LoopRow(row, "rest", row.figures.rest)
 
 
-def print_changes(changes: Sequence[Change]) -> None:
-    """What differs from the contract, a table for each launch."""
-    print("figures that differ from bench_kernels/contract.json; a static model, no times")
+def print_changes(changes: Sequence[Change], name: str) -> None:
+    """What differs from the contract, a file of that name: a table for each launch."""
+    print(f"figures that differ from {name}; a static model, no times")
     for (op, case, kernel), found in groupby(changes, lambda x: (x.op, x.case, x.kernel)):
         print(f"\n{op} {case}  {kernel}")
         rows = [(x.figure, str(x.committed), str(x.now), "WORSE" if x.fails else "") for x in found]

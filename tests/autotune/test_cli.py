@@ -5,7 +5,9 @@ of the wrong arch; a worse figure that exits 0, a contract of another Triton com
 figures committed, candidates that fail the command or pass for what serving uses, loops unasked
 for, a table above 100 columns, kernels of an op in one table, figures left out of the wide one,
 other ops' figures dropped where some are named, an empty table for no change, cases left over let
-be, candidates without their config, cells cut off where the screen ends, COLUMNS not heeded.
+be, candidates without their config, cells cut off where the screen ends, COLUMNS not heeded, an
+empty line where no bar is shown, no word of launches that are not compared, the contract named by
+its file alone, a flag named that was not given, an op like no other refused without a way out.
 """
 
 from __future__ import annotations
@@ -244,6 +246,11 @@ def test_without_names_every_op_with_kernels_is_compiled(shown, monkeypatch, cap
     assert asked == expected
 
 
+def test_where_no_bar_is_shown_there_is_no_line_of_it(shown, capsys):
+    shown(_row())
+    assert _run(capsys, "inspect")[2] == _run(capsys, "inspect", "--json")[2] == ""
+
+
 @pytest.mark.parametrize("change", [{"fits": False}, {"spill_bytes": 8}], ids=str)
 def test_a_launch_that_spills_or_does_not_fit_fails(change, shown, capsys):
     shown(_row(), _row(kernel="_bad_kernel", **change))
@@ -291,6 +298,7 @@ def committed(tmp_path, monkeypatch):
     monkeypatch.setattr(contract.write, "__defaults__", (path,))
     monkeypatch.setattr(contract.Contract, "strays", lambda self, specs: [])
     monkeypatch.setattr(contract, "ignored", lambda specs: "")
+    monkeypatch.setattr(contract, "num_left_out", lambda specs: 0)
     return path
 
 
@@ -298,13 +306,13 @@ def test_the_contract_is_written_and_compared(committed, shown, capsys):
     shown(_row("flash-t1"))
     code, out, err = _run(capsys, "inspect", "--write-contract")
     assert (code, out) == (0, "")
-    assert err.endswith("ft-autotune: 1 launches in contract.json\n")
+    assert err == "ft-autotune: 1 launches in bench_kernels/contract.json\n"
     assert json.loads(committed.read_text())["triton"] == "3.7.1"
     code, out, err = _run(capsys, "inspect", "--diff", "--json")
-    told = {"source": "modelled", "changes": [], "strays": [], "ignored": None}
+    told = {"source": "modelled", "changes": [], "strays": [], "ignored": None, "left_out": 0}
     assert (code, json.loads(out)) == (0, told)
     code, out, err = _run(capsys, "inspect", "--diff")
-    assert (code, out) == (0, "none of 1 launches differs from contract.json\n")
+    assert (code, out) == (0, "none of 1 launches differs from bench_kernels/contract.json\n")
 
     shown(_row("flash-t1", registers=50))
     code, out, err = _run(capsys, "inspect", "--diff", "--json")
@@ -318,6 +326,7 @@ def test_the_contract_is_written_and_compared(committed, shown, capsys):
     code, out, err = _run(capsys, "inspect", "--diff")
     assert code == 1
     assert "WORSE" in out
+    assert out.startswith("figures that differ from bench_kernels/contract.json; ")
     assert "a static model, no times" in " ".join(out.split())
     assert err.splitlines()[-3:] == [
         "ft-autotune: rms_norm flash-t1 _rms_norm_kernel: wide_share was 1.0, is 0.5",
@@ -351,10 +360,25 @@ def test_ignored_entries_are_one_line_and_no_failure(committed, shown, monkeypat
     assert _run(capsys, "inspect", "--write-contract")[0] == 0
     monkeypatch.setattr(contract, "ignored", lambda specs: f"contract: {len(specs)}")
     code, out, err = _run(capsys, "inspect", "--diff", "rms_norm")
-    assert (code, out) == (0, "none of 1 launches differs from contract.json\n")
+    assert (code, out) == (0, "none of 1 launches differs from bench_kernels/contract.json\n")
     assert err.splitlines()[-1] == "ft-autotune: contract: 1"
     _, out, _ = _run(capsys, "inspect", "--diff", "--json", "rms_norm")
     assert json.loads(out)["ignored"] == "contract: 1"
+
+
+def test_launches_that_are_not_compared_are_counted(committed, shown, monkeypatch, capsys):
+    shown(_row("flash-t1"))
+    assert _run(capsys, "inspect", "--write-contract")[0] == 0
+    monkeypatch.setattr(contract, "num_left_out", lambda specs: len(specs))
+    for registers in (40, 50):
+        shown(_row("flash-t1", registers=registers))
+        _, out, _ = _run(capsys, "inspect", "--diff", "rms_norm")
+        assert len(out.splitlines()) > 1
+        assert out.splitlines()[-1] == (
+            "left out of bench_kernels/contract.json, so not compared: 1 launch"
+        )
+    _, out, _ = _run(capsys, "inspect", "--diff", "rms_norm", "--json")
+    assert json.loads(out)["left_out"] == 1
 
 
 @pytest.mark.parametrize(("named", "others"), [([], False), (["rms_norm"], True)])
@@ -413,7 +437,11 @@ def test_sound_launches_pass(shown, capsys):
             ["inspect", "rmsnorm"],
             "OP is 'rmsnorm', expected the name of an op, such as rms_norm",
         ),
-        (["inspect", "qqq"], "OP is 'qqq', expected the name of an op"),
+        (
+            ["inspect", "qqq"],
+            "OP is 'qqq', expected the name of an op, such as those that `ft-autotune tune "
+            "--dry-run` lists",
+        ),
         (
             ["inspect", "rope_tables"],
             "OP is 'rope_tables', which runs its reference only, expected an op with kernels",
@@ -424,11 +452,11 @@ def test_sound_launches_pass(shown, capsys):
         ),
         (
             ["inspect", "--diff", "--arch", "90"],
-            "--arch 90 is given with a contract, expected --arch 89 alone",
+            "--arch 90 is given with --diff, expected --arch 89",
         ),
         (
             ["inspect", "--write-contract", "--candidates"],
-            "--candidates is given with a contract, expected --arch 89 alone",
+            "--candidates is given with --write-contract, expected one of the two",
         ),
         (["inspect", "--jobs", "0"], "Invalid value for '--jobs': 0 is not in the range"),
         (["inspect", "--arch", "86"], "Invalid value for '--arch': '86' is not one of"),

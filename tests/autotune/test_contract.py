@@ -9,7 +9,8 @@ products allowed, more copies refused, spills allowed where they were committed,
 memory read off the contract, a case without committed figures passed, other launches passed, TP 2
 and 4 committed, other ops' figures dropped, a file cut short by a write that fails, a half of one
 left behind, cases that no op has kept silent, launches of a case uncounted, ignored entries told
-where another serves or no held case asks, a damaged file untold.
+where another serves or no held case asks, a damaged file untold, launches of held cases counted
+among those left out, a case of several counted once.
 """
 
 from __future__ import annotations
@@ -354,6 +355,15 @@ def test_cases_that_are_left_over_or_missing_name_the_command(key, number, sente
     assert contract.Contract("3.7.1", launches).strays([spec]) == []
     launches[key] = [_entry()] * number
     assert contract.Contract("3.7.1", launches).strays([spec]) == [f"contract: {sentence}"]
+
+
+def test_launches_of_other_cases_are_left_out():
+    specs = [
+        _spec("rms_norm", "flash-t1", "flash-tp2-t1", "small"), _spec("linear", "pro", launches=3),
+        dataclasses.replace(_spec("rope_tables", "small"), kernel=False),
+    ]  # fmt: skip
+    assert contract.num_left_out(specs) == 1 + 1 + 3
+    assert contract.num_left_out(specs[:1]) == 2
 
 
 def test_both_ways_out_are_named():
