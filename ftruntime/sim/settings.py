@@ -12,14 +12,14 @@ from ftruntime import timeline
 from ftruntime.config import RuntimeConfig, flag_specs
 from ftruntime.flags import FlagSpec, FlagValue, checked, flag_name, parse, refuse
 from ftruntime.inspect import shape_of
-from ftruntime.kvcache.layout import pages_for
 from ftruntime.options import read_config
 from ftruntime.plan import DeviceFacts, Plan, resolve
+from ftruntime.sim.checks import check_stall
 from ftruntime.sim.cost import MODELLED, SEED_COST, Cost, ModelledCost, StepCost
 from ftruntime.sim.run import Arrival
 from ftruntime.sim.workload import MAX_TOKENS, StallSpec, TraceSpec, make_trace, read_trace
 from ftruntime.step_model import StepModel, step_model
-from ftruntime.types import PAGE_TOKENS, SchedulerLimits
+from ftruntime.types import SchedulerLimits
 
 SEED_FLAGS: Final[Mapping[str, object]] = {
     "model": "flash", "tensor_parallel_size": 8, "disable_pynccl": True, "moe_backend": "offload",
@@ -70,15 +70,12 @@ _TRACE: Final[Mapping[str, FlagSpec]] = {
     "output_lengths": FlagSpec(
         kind="str", default="lognormal:200:1", help="Output tokens, likewise."
     ),
-    "seed": FlagSpec(
-        kind="int", default=0, low=0,
-        help="Seed of the random trace, and of --noise, beside which it asks for no trace.",
-    ),
 }  # fmt: skip
 _OPTIONS: Final[Mapping[str, FlagSpec]] = {
     "preset": FlagSpec(
         kind="str", default="seed", choices=("seed",),
-        help="Serve flags to begin with: seed (flash on 8 cards of 24 GiB, chunks of 3456 tokens).",
+        help="Serve flags to begin with: seed (flash on 8 cards of 24 GiB; its window pages cut "
+        "--max-prefill-length 4096 to chunks of 3456 tokens).",
     ),
     "cost": FlagSpec(
         kind="str", default=str(SEED_COST),
@@ -90,6 +87,10 @@ _OPTIONS: Final[Mapping[str, FlagSpec]] = {
         kind="float", default=0.0, low=0, high=1, high_open=True,
         help="Every step from time 0 on takes its cost times a factor of its own, drawn uniformly "
         "from [1 - F, 1 + F].",
+    ),
+    "seed": FlagSpec(
+        kind="int", default=0, low=0,
+        help="Seed of --noise and of a random trace; it asks for neither.",
     ),
     **_STALL,
     "table": FlagSpec(
@@ -136,7 +137,7 @@ class Experiment:
 def help_sections() -> Mapping[str, tuple[str, ...]]:
     """Options by heading of the help, those of `serve` that change what is simulated among them."""
     return {
-        "Experiment": ("as_json", "preset", "cost", "noise", "table", "plot"),
+        "Experiment": ("as_json", "preset", "cost", "noise", "seed", "table", "plot"),
         "Long prompt beside running streams": tuple(_STALL),
         "Trace of many clients, in place of it": ("trace", *_TRACE),
         "Policy (flags of serve)": _POLICY_FLAGS,
@@ -189,8 +190,7 @@ def prepare(params: Mapping[str, str | bool | None]) -> Experiment:
         int(values["prompt_tokens"] or 0), float(values["attack_after"] or 0.0),
     )  # fmt: skip
     if arrivals is None:
-        _check_together(stall, cost, limits[0])
-        _check_in_time(stall, cost, float(values["noise"] or 0.0))
+        check_stall(stall, cost, float(values["noise"] or 0.0), limits[0])
     noise, seed = float(values["noise"] or 0.0), int(values["seed"] or 0)
     return Experiment(plan, configs, limits, cost, noise, seed, stall, arrivals, plot)
 
@@ -207,63 +207,20 @@ def _read(params: Mapping[str, str | bool | None]) -> dict[str, FlagValue]:
         text = params[name]
         given = spec.default if text is None else parse(str(text), spec)
         values[name] = checked(name, given, spec)
-    traced = _is_traced(params)
-    for name in (*_STALL, *_TRACE, "table"):
-        text = params[name]
-        if text is None:
-            continue
-        if traced and name not in _TRACE:
-            refuse(name, text, "it unset with a trace of many clients")
-        if name == "seed" and params["noise"] is not None:
-            continue
-        if params["trace"] is not None and name in _TRACE:
-            refuse(name, text, "it unset with --trace, whose file says it")
+    for name in (*_STALL, "table"):
+        if _is_traced(params) and params[name] is not None:
+            refuse(name, params[name], "it unset with a trace of many clients")
+    for name in _TRACE:
+        if params["trace"] is not None and params[name] is not None:
+            refuse(name, params[name], "it unset with --trace, whose file says it")
+    drawn = _is_traced(params) and params["trace"] is None
+    if params["seed"] is not None and params["noise"] is None and not drawn:
+        refuse("seed", params["seed"], "it unset without --noise or a random trace (--requests)")
     return values
 
 
 def _is_traced(params: Mapping[str, str | bool | None]) -> bool:
-    named = {name for name in ("trace", *_TRACE) if params[name] is not None}
-    return bool(named - {"seed"} if params["noise"] is not None else named)
-
-
-def _check_together(stall: StallSpec, cost: Cost, limits: SchedulerLimits) -> None:
-    """Victims and attacker hold rows and pages at the same time; one that could never be served is
-    left to the scheduler's own words.
-
-    Without a reserve the least is their prompts, and a page for the next token of each victim.
-    """
-    num_rows = stall.num_victims + 1
-    if num_rows > limits.max_running:
-        refuse(
-            "max_running_requests", limits.max_running,
-            f"at least {num_rows}, a row for each victim and the attacker",
-        )  # fmt: skip
-    if stall.num_victims > limits.chunk_tokens:
-        refuse(
-            "victims", stall.num_victims, f"at most {limits.chunk_tokens}, the tokens of a chunk"
-        )
-    victims, attacker = stall.arrivals(cost, limits.chunk_tokens)
-    clients = (*victims, attacker)
-    pages = [pages_for(each.prompt_tokens + each.max_tokens) for each in clients]
-    needed, held = sum(pages), "reserve together"
-    if limits.admission == "optimistic":
-        prompt_pages = [pages_for(each.prompt_tokens) for each in clients]
-        needed, held = sum(prompt_pages) + len(victims), "hold together at the least"
-    if max(pages) <= limits.num_pages < needed:
-        refuse(
-            "num_tokens", limits.num_pages * PAGE_TOKENS,
-            f"at least {needed * PAGE_TOKENS}, what victims and attacker {held}",
-        )  # fmt: skip
-
-
-def _check_in_time(stall: StallSpec, cost: Cost, noise: float) -> None:
-    """The attacker comes while the victims decode; with costless steps, at time 0."""
-    end_s = stall.victim_tokens * cost.first_decode_s(stall.num_victims) * (1 + noise)
-    if stall.attack_after_s > 0 and stall.attack_after_s >= end_s:
-        refuse(
-            "attack_after", f"{stall.attack_after_s:g}",
-            f"below {end_s:g}, when the victims have their {stall.victim_tokens} tokens",
-        )  # fmt: skip
+    return any(params[name] is not None for name in ("trace", *_TRACE))
 
 
 def _config(given: RuntimeConfig) -> RuntimeConfig:

@@ -21,8 +21,9 @@ from functools import partial
 from itertools import count
 from pathlib import Path
 from random import Random
+from typing import NoReturn
 
-from ftruntime.flags import refuse
+from ftruntime.flags import refuse, shown
 from ftruntime.sim.cost import Cost
 from ftruntime.sim.run import Arrival
 from ftruntime.types import PAGE_TOKENS
@@ -104,7 +105,7 @@ def read_trace(path: Path) -> list[Arrival]:
     # only a newline ends a line: strings may hold other separators unescaped
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
-            arrival_s, prompt_tokens, max_tokens = _record(line, f"{path}:{number}")
+            arrival_s, prompt_tokens, max_tokens = _record(line, path, number)
             name = f"client-{len(arrivals)}"
             arrivals.append(Arrival(name, arrival_s, prompt_tokens, max_tokens))
     if not arrivals:
@@ -112,31 +113,35 @@ def read_trace(path: Path) -> list[Arrival]:
     return arrivals
 
 
-def _record(line: str, place: str) -> tuple[float, int, int]:
+def _record(line: str, path: Path, number: int) -> tuple[float, int, int]:
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):
         record = None
     if not isinstance(record, dict):
-        raise ValueError(f"{place} is {line[:60]!r}, expected a JSON object")
+        _refuse_line(path, number, repr(line[:60]), "a JSON object")
     time_s: object = record.get("arrival_s")
     if not isinstance(time_s, int | float) or isinstance(time_s, bool) or not 0 <= time_s < 2**40:
-        raise ValueError(
-            f"{place}: arrival_s is {reprlib.repr(time_s)}, expected seconds in [0, 2^40)"
-        )
+        held = f"arrival_s {reprlib.repr(time_s)}"
+        _refuse_line(path, number, held, "seconds in [0, 2^40)")
     return (
         float(time_s),
-        _count(record, "prompt_tokens", place),
-        _count(record, "max_tokens", place),
+        _count(record, "prompt_tokens", path, number),
+        _count(record, "max_tokens", path, number),
     )
 
 
-def _count(record: Mapping[str, object], name: str, place: str) -> int:
+def _count(record: Mapping[str, object], name: str, path: Path, number: int) -> int:
     value = record.get(name)
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_TOKENS:
-        shown = reprlib.repr(value)
-        raise ValueError(f"{place}: {name} is {shown}, expected an integer in [1, {MAX_TOKENS}]")
+        held = f"{name} {reprlib.repr(value)}"
+        _refuse_line(path, number, held, f"an integer in [1, {MAX_TOKENS}]")
     return value
+
+
+def _refuse_line(path: Path, number: int, held: str, expected: str) -> NoReturn:
+    place = f"{shown(str(path))} with {held} on line {number}"
+    raise ValueError(f"--trace is {place}, expected {expected}")
 
 
 def _times(text: str, random: Random) -> Iterator[float]:

@@ -10,7 +10,10 @@ chunk after another, gaps of one victim only, noise that costs nothing, a gap bo
 a seed that asks for a trace beside noise, a plot without the other victims, no retractions told,
 the preset's context warned of or no other, a plot drawn first, no check of optimistic victims or
 one without the attacker, a list of N bounded from below only, an attacker after the end, noise left
-out of that end, clients below the summary, defaults of `serve` in the help.
+out of that end, clients below the summary, defaults of `serve` in the help, no check of lengths or
+none of the victims', one token more or less, its output or the context's limit left out, the other
+flag named for it, a seed that asks for a trace or is taken where nothing is drawn or refused where
+a trace is, a trace beside flags of a random one, a preset silent of what it was cut from.
 """
 
 from __future__ import annotations
@@ -357,6 +360,8 @@ def test_the_help_has_sections_and_the_defaults_of_the_preset():
     ]  # fmt: skip
     lines = {line.split()[0]: line for line in text.splitlines() if line.startswith("  --")}
     assert lines["--max-prefill-length"].endswith("[default: 4096, by the preset]")
+    # 4096 and what the window pages leave of it, as the preset's own run has it
+    assert "--max-prefill-length 4096 to chunks of 3456 tokens" in lines["--preset"]
     assert lines["--admission"].endswith("[default: reserve]")
     assert not {"--port", "--help"} & lines.keys()
     assert "--trace" in lines
@@ -492,8 +497,9 @@ def test_the_result_is_printed_before_the_plot_fails(tmp_path, monkeypatch):
         (("--cost", "1e308,0,0,0"), "--cost is 1e308,0,0,0, expected four numbers in [0, 1000000]"),
         (("--table", "1", "--decode-interleave-every", 2), "--table is 1, expected only one of "),
         (("--requests", 2, "--table", "1"), "--table is 1, expected it unset with a trace"),
-        (("--seed", 2, "--attack-after", 1), "--attack-after is 1, expected it unset with a trace"),
-        (("--trace", "x", "--seed", 1), "--seed is 1, expected it unset with --trace"),
+        (("--seed", 2), "--seed is 2, expected it unset without --noise or a random trace (--req"),
+        (("--trace", "x", "--seed", 1), "--seed is 1, expected it unset without --noise or a"),
+        (("--trace", "x", "--arrivals", "y"), "--arrivals is y, expected it unset with --trace"),
         (("--trace", "/none"), "--trace is /none, expected a file that can be read (No such file"),
         (("--trace", "x", "--requests", 1, "--noise", 0.1), "--requests is 1, expected it unset"),
         (("--requests", 2, "--victims", 2), "--victims is 2, expected it unset with a trace"),
@@ -506,6 +512,25 @@ def test_the_result_is_printed_before_the_plot_fails(tmp_path, monkeypatch):
         (
             ("--victims", 49, "--victim-tokens", 5000),
             "--num-tokens is 327680, expected at least 450944, what victims and attacker reserve ",
+        ),
+        (
+            ("--prompt-tokens", 327_678),
+            "--prompt-tokens is 327678, expected at most 327677, what --num-tokens 327680 holds "
+            "beside 3 other tokens of the request",
+        ),
+        (
+            ("--prompt-tokens", 998, "--max-model-len", 1000),
+            "--prompt-tokens is 998, expected at most 997, what --max-model-len 1000 holds ",
+        ),
+        (
+            # its own prompt is a page, and the token of time 0 is not among those asked for
+            ("--prompt-tokens", 9, "--max-model-len", 1000, "--victim-tokens", 872),
+            "--victim-tokens is 872, expected at most 871, what --max-model-len 1000 holds beside "
+            "129 other tokens of the request",
+        ),
+        (
+            ("--prompt-tokens", 9, "--max-model-len", 129, "--victim-tokens", 1, "--victims", 2),
+            "--max-model-len is 129, expected at least 130, the least that the victim takes",
         ),
         (
             (*OPTIMISTIC, "--num-tokens", 9 * 128, "--victim-tokens", 1),
@@ -528,11 +553,22 @@ def test_a_wrong_command_line_is_one_sentence(words, sentence):
     assert result.stderr.count("\n") == 1
 
 
-def test_an_attacker_that_cannot_be_served_is_said():
-    result = invoke("--prompt-tokens", 400_000)
+def test_the_longest_requests_that_fit_run():
+    words = ("--prompt-tokens", 997, "--max-model-len", 1000, "--victim-tokens", 871)
+    found = simulate(*words, "--attack-after", 0)
+    assert (found["prefill_chunks"], found["victim_tokens"]) == (1, 871)
+
+
+def test_a_victim_that_the_queue_turns_away_is_said():
+    result = invoke("--victims", 3, "--max-waiting-tokens", 1)
     assert result.exit_code == 1
     assert result.stdout == ""
-    assert "the attacker is refused: the request needs 400003 tokens" in result.stderr
+    assert result.stderr.startswith("the victim is refused: the queue is full: ")
+
+
+def test_a_seed_asks_for_no_trace():
+    words = ("--prompt-tokens", 5000, "--attack-after", 1, "--noise", 0.1, "--seed", 2)
+    assert list(simulate(*words)) == FIELDS
 
 
 def test_the_plot_shows_victim_and_prefill(tmp_path):

@@ -3,7 +3,8 @@
 Mutants tried and seen red: a rate taken for a period, one random stream for times and lengths or
 for prompts and outputs, the upper end of a uniform length left out, a burst that starts a period
 late, a boolean taken for a count, a page for each victim whatever the chunk, no least rate, lines
-split at every separator, a byte order mark kept, only a JSONDecodeError caught, values shown whole.
+split at every separator, a byte order mark kept, only a JSONDecodeError caught, values shown whole,
+the line counted from 0, the flag not named.
 """
 
 from __future__ import annotations
@@ -151,20 +152,20 @@ def test_replay_of_a_file(tmp_path):
 @pytest.mark.parametrize(
     ("line", "sentence"),
     [
-        ("{", "is '{', expected a JSON object"),
-        ("[1]", "is '[1]', expected a JSON object"),
-        (record(arrival_s=-1), ": arrival_s is -1, expected seconds in [0, 2^40)"),
-        (record(arrival_s=True), ": arrival_s is True, expected seconds in [0, 2^40)"),
-        (record(arrival_s=math.nan), ": arrival_s is nan, expected seconds in [0, 2^40)"),
-        (record(prompt_tokens=0), ": prompt_tokens is 0, expected an integer in [1, 10000000]"),
-        (record(prompt_tokens=1.0), ": prompt_tokens is 1.0, expected an integer in"),
-        (record(max_tokens=True), ": max_tokens is True, expected an integer in"),
-        (record(max_tokens=None), ": max_tokens is None, expected an integer in"),
-        (record(max_tokens=2**60), f": max_tokens is {2**60}, expected an integer in"),
-        ("[" * 100_000, f"is '{'[' * 60}', expected a JSON object"),
-        ('{"arrival_s": ' + "1" * 5000 + "}", """is '{"arrival_s": 1111"""),
-        (record(arrival_s="x" * 9000), ": arrival_s is 'xxx"),
-        (record(prompt_tokens=10**4000), ": prompt_tokens is 1000000"),
+        ("{", "'{' on line 2, expected a JSON object"),
+        ("[1]", "'[1]' on line 2, expected a JSON object"),
+        (record(arrival_s=-1), "arrival_s -1 on line 2, expected seconds in [0, 2^40)"),
+        (record(arrival_s=True), "arrival_s True on line 2, expected seconds in [0, 2^40)"),
+        (record(arrival_s=math.nan), "arrival_s nan on line 2, expected seconds in [0, 2^40)"),
+        (record(prompt_tokens=0), "prompt_tokens 0 on line 2, expected an integer in [1, 100"),
+        (record(prompt_tokens=1.0), "prompt_tokens 1.0 on line 2, expected an integer in"),
+        (record(max_tokens=True), "max_tokens True on line 2, expected an integer in"),
+        (record(max_tokens=None), "max_tokens None on line 2, expected an integer in"),
+        (record(max_tokens=2**60), f"max_tokens {2**60} on line 2, expected an integer in"),
+        ("[" * 100_000, f"'{'[' * 60}' on line 2, expected a JSON object"),
+        ('{"arrival_s": ' + "1" * 5000 + "}", """'{"arrival_s": 1111"""),
+        (record(arrival_s="x" * 9000), "arrival_s 'xxx"),
+        (record(prompt_tokens=10**4000), "prompt_tokens 1000000"),
     ],
     ids=lambda value: value[:40],
 )
@@ -173,8 +174,8 @@ def test_a_bad_line_is_named(line, sentence, tmp_path):
     path.write_text(f"{record()}\n{line}\n")
     with pytest.raises(ValueError) as refusal:
         read_trace(path)
-    assert f"{path}:2" in str(refusal.value)
-    assert sentence in str(refusal.value)
+    assert str(refusal.value).startswith(f"--trace is {path} with {sentence}")
+    assert str(refusal.value).count(" on line 2, expected ") == 1
     assert len(str(refusal.value)) < 200 + len(str(path))
 
 
