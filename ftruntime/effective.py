@@ -54,12 +54,22 @@ def effective_flags(
 
 def inactive_flags(config: RuntimeConfig, plan: Plan) -> list[str]:
     """One line for each flag the user set that does not act in this plan, saying why."""
-    reasons = _idle(config, plan, config.expert_load)
     return [
-        f"flag without effect {flag_name(name)}={getattr(config, name)}: {reasons[name]}"
-        for name in flag_specs()
-        if name in reasons and name in config.explicit
+        inactive_line(name, getattr(config, name), reason)
+        for name, reason in idle_flags(config, plan).items()
     ]
+
+
+def inactive_line(name: str, value: object, reason: str) -> str:
+    """What is said of a flag that does not act; never its value if that is a secret."""
+    shown = "***" if name == _SECRET else value
+    return f"flag without effect {flag_name(name)}={shown}: {reason}"
+
+
+def idle_flags(config: RuntimeConfig, plan: Plan) -> dict[str, str]:
+    """Why a flag the user set does not act in this plan, by field name."""
+    reasons = _idle(config, plan, config.expert_load)
+    return {n: reasons[n] for n in flag_specs() if n in reasons and n in config.explicit}
 
 
 def _idle(config: RuntimeConfig, plan: Plan, expert_load: str) -> dict[str, str]:

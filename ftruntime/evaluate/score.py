@@ -20,6 +20,10 @@ DISTANCES: Final = (300, 600, 1000, 1500, 2000, 3000)
 _OTHERS: Final = 3
 _LEAD_TOKENS: Final = 40
 _ROOM_TOKENS: Final = 110  # the statement, question and answer, were a token a byte
+TEXT_OVER: Final = DISTANCES[0] + _LEAD_TOKENS
+"""A text with needles has more tokens."""
+LEAST_LENGTH: Final = TEXT_OVER + _ROOM_TOKENS
+"""Tokens that a prompt with a needle and its answer may have, at the least."""
 
 Progress = Callable[[str, float], None]
 
@@ -75,9 +79,9 @@ class Recall:
     trials: int
     found: int
 
-    def to_dict(self) -> dict[str, float]:
-        """All fields and the share."""
-        return {**asdict(self), "recall": self.found / self.trials}
+    def to_dict(self) -> dict[str, float | None]:
+        """All fields and the share, None of no trials."""
+        return {**asdict(self), "recall": self.found / self.trials if self.trials else None}
 
 
 def windows(token_ids: Sequence[int], bos_token_id: int, context: int) -> list[list[int]]:
@@ -132,13 +136,21 @@ def score_needles(
     begins with its number.
 
     Args:
-        longest: as of `distances_of`.
+        longest: tokens that a prompt and its answer may have.
+
+    Returns:
+        One for each distance that text and `longest` have room for.
 
     Raises:
-        ValueError: as `distances_of`.
+        ValueError: that is none.
     """
     filler = encoder.encode(text)
-    fitting = distances_of(len(filler), longest)
+    fitting = [d for d in DISTANCES if not any(short_of(d, len(filler), longest))]
+    if not fitting:
+        raise ValueError(
+            f"there are {len(filler)} tokens of text and {longest} of a prompt, expected more than "
+            f"{TEXT_OVER} and at least {LEAST_LENGTH}"
+        )
     rng = random.Random(seed)
     results = []
     for number, distance in enumerate(fitting):
@@ -157,26 +169,12 @@ def score_needles(
     return results
 
 
-def distances_of(num_tokens: int, longest: int) -> list[int]:
-    """The `DISTANCES` that a text of so many tokens and the engine have room for.
-
-    Args:
-        longest: tokens that a prompt and its answer may have.
-
-    Raises:
-        ValueError: there is room for none.
+def short_of(distance: int, num_tokens: int, longest: int) -> tuple[bool, bool]:
+    """Whether a text of so many tokens is too short for a needle so far back, and whether `longest`
+    is, the tokens that a prompt and its answer may have.
     """
-    least = DISTANCES[0] + _LEAD_TOKENS
-    if longest < least + _ROOM_TOKENS:
-        raise ValueError(
-            f"--max-model-len is {longest}, expected at least {least + _ROOM_TOKENS} for needles"
-        )
-    if num_tokens <= least:
-        raise ValueError(
-            f"--text has {num_tokens} tokens, expected more than {least} to hide needles in"
-        )
-    most = min(longest - _ROOM_TOKENS, num_tokens - 1) - _LEAD_TOKENS
-    return [distance for distance in DISTANCES if distance <= most]
+    needed = distance + _LEAD_TOKENS
+    return num_tokens <= needed, longest < needed + _ROOM_TOKENS
 
 
 def is_answer(text: str, answer: str) -> bool:

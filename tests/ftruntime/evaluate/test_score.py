@@ -3,7 +3,7 @@
 Mutants run, each noticed: natural logarithms reported as bits, BOS counted as a token, windows
 that share a token, the last window dropped, the distance counted from the front of the statement,
 a needle found inside a longer number, the other names' numbers allowed to be equal, room for less
-than the longest name.
+than the longest name, room of a text and of a prompt confused, a share of no trials.
 """
 
 from __future__ import annotations
@@ -137,12 +137,24 @@ def test_the_same_seed_gives_the_same_prompts():
 def test_distances_that_do_not_fit_are_left_out():
     assert [r.distance for r in run_needles(oracle, longest=750)] == [300, 600]
     assert [r.distance for r in run_needles(oracle, longest=749)] == [300]
-    with pytest.raises(ValueError, match="--max-model-len is 449, expected at least 450 for"):
+    with pytest.raises(ValueError, match="and 449 of a prompt, expected more than 340 and at"):
         run_needles(oracle, longest=449)
     assert [r.distance for r in run_needles(oracle, filler=b"y" * 641)] == [300, 600]
     assert [r.distance for r in run_needles(oracle, filler=b"y" * 640)] == [300]
-    with pytest.raises(ValueError, match="--text has 340 tokens, expected more than 340 to hide"):
+    with pytest.raises(ValueError, match="there are 340 tokens of text and 4096 of a prompt"):
         run_needles(oracle, filler=b"y" * 340)
+
+
+def test_what_is_short_of_a_distance():
+    assert score.short_of(600, 641, 750) == (False, False)
+    assert score.short_of(600, 640, 750) == (True, False)
+    assert score.short_of(600, 641, 749) == (False, True)
+    assert score.short_of(601, 641, 750) == (True, True)
+
+
+def test_no_trials_have_no_share():
+    left_out = {"distance": 600, "trials": 0, "found": 0, "recall": None}
+    assert score.Recall(600, 0, 0).to_dict() == left_out
 
 
 def test_prompts_keep_within_the_longest_sequence():
