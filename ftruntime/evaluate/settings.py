@@ -64,7 +64,7 @@ def unused_flags(config: RuntimeConfig, *, needles: bool) -> dict[str, str]:
 
     All others change memory, numerics, how prefill is scheduled or where experts lie.
     """
-    reasons = dict.fromkeys(_UNSERVED, "eval serves nobody")
+    reasons = dict.fromkeys(_UNSERVED, "eval serves no clients")
     if not needles:
         reasons |= dict.fromkeys(_BESIDE_DECODE, "nothing decodes without --needles")
     if config.tensor_parallel_size == 1:

@@ -232,8 +232,8 @@ def test_flags_without_effect_are_told_and_not_shown(demo, tmp_path):
     told = [line.split(": ", 1)[1] for line in done.stderr.splitlines()]
     assert all(line.startswith("flag without effect --") for line in told)
     assert sorted(line.split()[3].split("=")[0] for line in told) == sorted(names)
-    assert "flag without effect --api-key=***: eval serves nobody" in told
-    assert "flag without effect --port=8080: eval serves nobody" in told
+    assert "flag without effect --api-key=***: eval serves no clients" in told
+    assert "flag without effect --port=8080: eval serves no clients" in told
     assert done.stdout.splitlines()[1] == (
         "flags               --moe-backend offload --moe-cache-auto --num-tokens 1024"
     )
@@ -255,7 +255,7 @@ def test_what_acts_depends_on_needles_and_ranks():
     assert list(alone) == ["decode_interleave_every", "max_decode_gap_ms", "stall_timeout_s"]
     assert list(unused_flags(config, needles=True)) == ["stall_timeout_s"]
     ranks = RuntimeConfig.from_flags(tensor_parallel_size=2, stall_timeout_s=9, port=1919)
-    assert unused_flags(ranks, needles=True) == {"port": "eval serves nobody"}
+    assert unused_flags(ranks, needles=True) == {"port": "eval serves no clients"}
 
 
 # another value than the default of each flag that is left out
