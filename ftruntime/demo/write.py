@@ -22,7 +22,7 @@ from ftruntime.demo.presets import GENERATION_CONFIG
 from ftruntime.demo.vocabulary import tokenizer_config
 from ftruntime.distribution import DEMO_DIRECTORY
 from ftruntime.model.config import ModelConfig
-from ftruntime.tokenizer.fixed_texts import FIXED_TEXTS_FILE, neutral_source
+from ftruntime.tokenizer.fixed_texts import FIXED_TEXTS_FILE
 
 _SHARD_BYTES = 6_000_000
 _OWN_FILES = re.compile(
@@ -67,7 +67,7 @@ def write_checkpoint(
         _write_json(partial / "tokenizer_config.json", settings)
         texts = partial / FIXED_TEXTS_FILE
         texts.parent.mkdir()
-        texts.write_text(neutral_source(), encoding="utf-8")
+        shutil.copyfile(DEMO_DIRECTORY / FIXED_TEXTS_FILE, texts)
         _write_tensors(partial, tensors, progress)
 
 

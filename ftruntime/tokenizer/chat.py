@@ -20,7 +20,7 @@ class ChatFormat:
 
     @classmethod
     def from_dir(cls, path: Path) -> ChatFormat:
-        """Read a checkpoint's fixed texts; neutral ones and a warning without its `encoding`.
+        """Read a checkpoint's fixed texts; the demo's, with a warning, without its `encoding`.
 
         Raises:
             ValueError: the encoding file is damaged; names the file.

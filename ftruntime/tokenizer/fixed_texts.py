@@ -1,8 +1,8 @@
 """The three fixed texts of a prompt: read from the checkpoint, as data.
 
 A checkpoint's `encoding/encoding_dsv4.py` assigns them as string literals. The file is parsed,
-never imported or run, and placeholders are substituted by name. Without that file neutral texts of
-our own describe the same markup.
+never imported or run, and placeholders are substituted by name. The demo has neutral texts, which
+describe the same markup and stand in for those of a checkpoint without the file.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ import json
 import logging
 import string
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from ftruntime.distribution import DEMO_DIRECTORY
 from ftruntime.tokenizer import special
 
 _LOG = logging.getLogger(__name__)
@@ -26,45 +27,8 @@ _TOKENS = {
     "thinking_end_token": special.THINK_CLOSE,
 }
 
-_NEUTRAL_TOOLS = """# Functions
-
-A reply may call functions by ending with one block of this form, which may hold several calls:
-
-<{dsml_token}tool_calls>
-<{dsml_token}invoke name="FUNCTION">
-<{dsml_token}parameter name="PARAMETER" string="true|false">VALUE</{dsml_token}parameter>
-</{dsml_token}invoke>
-</{dsml_token}tool_calls>
-
-A string is written as it is, with string="true"; any other value as JSON, with string="false".
-Reasoning, if any, comes before the block, between {thinking_start_token} and {thinking_end_token}.
-
-The functions, one JSON object a line:
-
-{tool_schemas}
-"""
-
-_NEUTRAL_RESPONSE_FORMAT = """# Form of the reply
-
-The reply is JSON and nothing else, in the form that this object asks for:
-{schema}"""
-
-_NEUTRAL_EFFORT_MAX = "Reason as long and as carefully as the question needs before answering."
-
-
 FIXED_TEXTS_FILE: Final = "encoding/encoding_dsv4.py"
 """Within a checkpoint's directory."""
-
-
-def neutral_source() -> str:
-    """The neutral texts as that file, for a checkpoint that has none of its own."""
-    texts = {
-        "TOOLS_TEMPLATE": _NEUTRAL_TOOLS,
-        "response_format_template": _NEUTRAL_RESPONSE_FORMAT,
-        "REASONING_EFFORT_MAX": _NEUTRAL_EFFORT_MAX,
-    }
-    head = '"""Fixed texts of a prompt, as data: what reads them takes the literals."""\n'
-    return head + "".join(f'\n{name} = """{text}"""\n' for name, text in texts.items())
 
 
 @dataclass(frozen=True)
@@ -74,11 +38,11 @@ class FixedTexts:
     tools_template: str
     response_format_template: str
     effort_max_text: str
-    names: Mapping[str, str] = field(default_factory=lambda: dict(_TOKENS))
+    names: Mapping[str, str]
 
     @classmethod
     def from_dir(cls, path: Path) -> FixedTexts:
-        """Read the texts of a checkpoint directory; neutral ones, with a warning, if it has none.
+        """Read the texts of a checkpoint directory; the demo's, with a warning, if it has none.
 
         Raises:
             ValueError: the file is damaged or does not assign the three texts as string literals.
@@ -88,7 +52,7 @@ class FixedTexts:
             raise ValueError(f"{file}: not a regular file, expected one or none")
         if not file.is_file():
             _LOG.warning("no chat texts in the checkpoint, using neutral ones path=%s", file)
-            return cls(_NEUTRAL_TOOLS, _NEUTRAL_RESPONSE_FORMAT, _NEUTRAL_EFFORT_MAX)
+            file = DEMO_DIRECTORY / FIXED_TEXTS_FILE
         literals = _string_literals(file)
         wanted = ("TOOLS_TEMPLATE", "response_format_template", "REASONING_EFFORT_MAX")
         for name in wanted:
