@@ -55,6 +55,8 @@ def inspect(
 
     if write_contract and diff:
         raise click.UsageError("--write-contract is given with --diff, expected one of the two")
+    if write_contract and as_json:
+        raise click.UsageError("--write-contract is given with --json, expected one of the two")
     if (write_contract or diff) and (candidates or arch != "89"):
         other = "--candidates" if candidates else f"--arch {arch}"
         expected = "one of the two" if candidates else "--arch 89"

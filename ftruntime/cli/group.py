@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 import click
 
 from ftruntime.plan import NotEnoughMemoryError
+from ftruntime.types import EngineFailedError
 
 FAILED, USAGE, _INTERRUPTED = 1, 2, 130
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -76,7 +77,7 @@ def refusals(exit_code: int) -> Iterator[None]:
     """
     try:
         yield
-    except NotEnoughMemoryError as error:
+    except (NotEnoughMemoryError, EngineFailedError) as error:
         raise Failure(str(error), FAILED) from error
     except OSError as error:
         if error.filename is None:

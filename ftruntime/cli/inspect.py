@@ -79,11 +79,13 @@ def inspect(
 
 @contextlib.contextmanager
 def _as_given(cards: str | None, given: RuntimeConfig) -> Iterator[None]:
-    """A refusal of the ranks names --cards where that has set them."""
+    """A refusal names --cards where that has set the ranks, or bounds them."""
     try:
         yield
     except ValueError as error:
-        if cards is None or "tensor_parallel_size" in given.explicit:
+        if cards is None:
             raise
-        named = str(error).replace(f"{flag_name('tensor_parallel_size')} is", "--cards is", 1)
-        raise ValueError(named) from error
+        said = str(error).replace("cards of this machine", "of --cards")
+        if "tensor_parallel_size" not in given.explicit:
+            said = said.replace(f"{flag_name('tensor_parallel_size')} is", "--cards is", 1)
+        raise ValueError(said) from error

@@ -12,9 +12,11 @@ from ftruntime.checkpoint.index import open_checkpoint
 from ftruntime.demo.presets import VOCAB_SIZE, demo_config
 from ftruntime.demo.vocabulary import build_tokenizer, readable_ids
 from ftruntime.demo.weights import DemoWeights
-from ftruntime.demo.write import new_directory, write_checkpoint
+from ftruntime.demo.write import is_own, new_directory, write_checkpoint
 from ftruntime.distribution import demo_directory
 from ftruntime.model.config import ModelConfig
+from ftruntime.tokenizer.fixed_texts import FIXED_TEXTS_FILE, FixedTexts
+from ftruntime.tokenizer.tokenizer import Tokenizer
 
 
 def make_demo(
@@ -66,5 +68,11 @@ def copy_demo(directory: Path, *, force: bool = False) -> None:
     """
     source = demo_directory()
     open_checkpoint(source, ModelConfig.from_dir(source))
+    Tokenizer.from_dir(source)
+    FixedTexts.of_file(source / FIXED_TEXTS_FILE)
     with new_directory(directory, force=force) as partial:
-        shutil.copytree(source, partial, copy_function=shutil.copyfile, dirs_exist_ok=True)
+        for file in source.rglob("*"):
+            name = file.relative_to(source).as_posix()
+            if is_own(name):
+                (partial / name).parent.mkdir(exist_ok=True)
+                shutil.copyfile(file, partial / name)

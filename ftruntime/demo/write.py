@@ -94,6 +94,11 @@ def new_directory(directory: Path, *, force: bool) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
 
 
+def is_own(name: str) -> bool:
+    """Whether a demo checkpoint has a file of that name, relative to its directory."""
+    return name == FIXED_TEXTS_FILE or _OWN_FILES.fullmatch(name) is not None
+
+
 def fp8_pair(name: str, matrix: torch.Tensor) -> Iterator[Named]:
     """Weight and scale of the FP8 matrix `name`, of an fp32 `matrix [N, K]`."""
     codes, scale = quantize_blocks(matrix)
@@ -164,21 +169,21 @@ def _check_target(directory: Path, force: bool) -> None:
 
 def _foreign(directory: Path, names: list[str]) -> str | None:
     """What in the directory is not of a demo checkpoint, if anything."""
-    texts = Path(FIXED_TEXTS_FILE)
-    for name in names:
-        path = directory / name
-        if name == texts.parent.name and path.is_dir():
-            other = sorted({entry.name for entry in path.iterdir()} - {texts.name})
-            if other:
-                return f"{name}/{other[0]}"
-        elif not _OWN_FILES.fullmatch(name) or not path.is_file():
+    folder = directory / Path(FIXED_TEXTS_FILE).parent
+    inside = []
+    if folder.is_dir() and not folder.is_symlink():
+        names = [name for name in names if name != folder.name]
+        inside = sorted(f"{folder.name}/{entry.name}" for entry in folder.iterdir())
+    entries = [*names, *inside]
+    for name in entries:
+        if not is_own(name) or not (directory / name).is_file():
             return name
-    if names:
+    if entries:
         try:
             ModelConfig.from_dir(directory)
         except (OSError, ValueError):
-            return "a config.json of another model" if "config.json" in names else names[0]
-    if sum((directory / name).stat().st_size for name in names) > _MOST_BYTES:
+            return "a config.json of another model" if "config.json" in names else entries[0]
+    if sum((directory / name).stat().st_size for name in entries) > _MOST_BYTES:
         return f"more than {_MOST_BYTES // 10**6} MB"
     return None
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import json
 import logging
+import os
 import string
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -48,11 +49,23 @@ class FixedTexts:
             ValueError: the file is damaged or does not assign the three texts as string literals.
         """
         file = path / FIXED_TEXTS_FILE
-        if file.exists() and not file.is_file():
+        if file.is_file():
+            return cls.of_file(file)
+        if os.path.lexists(file):
             raise ValueError(f"{file}: not a regular file, expected one or none")
-        if not file.is_file():
-            _LOG.warning("no chat texts in the checkpoint, using neutral ones path=%s", file)
-            file = DEMO_DIRECTORY / FIXED_TEXTS_FILE
+        if os.path.lexists(file.parent) and not file.parent.is_dir():
+            raise ValueError(f"{file.parent}: not a directory, expected one or none")
+        texts = cls.of_file(DEMO_DIRECTORY / FIXED_TEXTS_FILE)
+        _LOG.warning("no chat texts in the checkpoint, using neutral ones path=%s", file)
+        return texts
+
+    @classmethod
+    def of_file(cls, file: Path) -> FixedTexts:
+        """Read the texts of one file.
+
+        Raises:
+            ValueError: as `from_dir`; also without the file.
+        """
         literals = _string_literals(file)
         wanted = ("TOOLS_TEMPLATE", "response_format_template", "REASONING_EFFORT_MAX")
         for name in wanted:

@@ -451,6 +451,10 @@ def test_sound_launches_pass(shown, capsys):
             "--write-contract is given with --diff, expected one of the two",
         ),
         (
+            ["inspect", "--write-contract", "--json"],
+            "--write-contract is given with --json, expected one of the two",
+        ),
+        (
             ["inspect", "--diff", "--arch", "90"],
             "--arch 90 is given with --diff, expected --arch 89",
         ),

@@ -2,7 +2,8 @@
 
 Mutants tried and seen red: the platform check dropped, the key sent to the engine, click's
 usage lines left in, exit code 1 for a usage error, the port claimed after the tokenizer is read,
-a demo copied unread, `inspect` without the demo.
+a demo copied unread, `inspect` without the demo, modes and byte code copied, an engine's
+end not told.
 """
 
 from __future__ import annotations
@@ -20,10 +21,12 @@ from click.testing import CliRunner, Result
 
 from ftruntime import cli, distribution
 from ftruntime.cli import make_demo, serve
+from ftruntime.cli.group import FAILED, Failure, refusals
 from ftruntime.config import RuntimeConfig, flag_specs
 from ftruntime.demo.presets import PRESETS, demo_config
 from ftruntime.options import flag_sections
 from ftruntime.tokenizer.fixed_texts import FIXED_TEXTS_FILE
+from ftruntime.types import EngineFailedError
 
 _REPORT = (
     "--disable-pynccl --moe-backend offload --moe-cache-auto --kv-reserve-tokens 327680 "
@@ -297,15 +300,45 @@ def test_make_demo_copies_the_trained_one(tmp_path):
     assert sum(map(len, copied.values())) < 16_000_000
 
 
-def test_make_demo_does_not_copy_an_installation_that_lacks_a_shard(tmp_path, monkeypatch):
-    lacking = tmp_path / "installed"
-    shutil.copytree(distribution.demo_directory(), lacking)
-    shard = min(lacking.glob("*.safetensors"))
-    shard.unlink()
-    monkeypatch.setattr(distribution, "DEMO_DIRECTORY", lacking)
+@pytest.fixture
+def installed(tmp_path, monkeypatch):
+    """The demo of an installation that a test may damage."""
+    copy = tmp_path / "installed"
+    shutil.copytree(distribution.demo_directory(), copy)
+    monkeypatch.setattr(distribution, "DEMO_DIRECTORY", copy)
+    return copy
+
+
+@pytest.mark.parametrize(
+    "part", ["model-00002-of-00003.safetensors", "tokenizer.json", FIXED_TEXTS_FILE]
+)
+@pytest.mark.parametrize("damage", [Path.unlink, lambda file: file.write_text("x = (")])
+def test_make_demo_does_not_copy_half_an_installation(tmp_path, installed, part, damage):
+    damage(installed / part)
     sentence = one_sentence(invoke("make-demo", str(tmp_path / "d")), 1)
-    assert str(shard) in sentence
-    assert not (tmp_path / "d").exists()
+    assert f"{installed}/{part}" in sentence
+    assert sorted(tmp_path.iterdir()) == [installed]
+
+
+def test_make_demo_copies_files_of_a_demo_and_no_modes(tmp_path, installed):
+    (installed / "encoding" / "__pycache__").mkdir()
+    (installed / "encoding" / "__pycache__" / "encoding_dsv4.pyc").write_bytes(b"")
+    expected = contents(distribution.demo_directory()).keys()
+    for folder in (installed / "encoding", installed):
+        folder.chmod(0o555)
+    for force in ([], ["--force"]):
+        assert invoke("make-demo", str(tmp_path / "d"), *force).exit_code == 0
+        assert contents(tmp_path / "d").keys() == expected - {
+            "encoding/__pycache__/encoding_dsv4.pyc"
+        }
+    folders = [tmp_path / "d", tmp_path / "d" / "encoding"]
+    assert all(folder.stat().st_mode & 0o700 == 0o700 for folder in folders)
+
+
+def test_an_engine_that_ends_is_one_sentence():
+    with pytest.raises(Failure, match="rank 1 is gone") as failure, refusals(2):
+        raise EngineFailedError("rank 1 is gone")
+    assert failure.value.exit_code == FAILED
 
 
 def test_presets_are_those_of_the_generator():

@@ -192,7 +192,7 @@ WRONG = [
     (["flash", "--cards", "2", "--device", "cpu"], 2,
      "--cards is 2, expected it unset with --device cpu"),
     (["flash", "--cards", "4", "--tp", "8"], 2,
-     "--tensor-parallel-size is 8, expected at most the 4 cards of this machine"),
+     "--tensor-parallel-size is 8, expected at most the 4 of --cards"),
     (["flash", "--tp", "3"], 2,
      "--tensor-parallel-size is 3, expected a divisor of num_attention_heads (64)"),
     (["flash", "--cards", "3"], 2, "--cards is 3, expected a divisor of num_attention_heads (64)"),

@@ -19,6 +19,7 @@ from safetensors import SafetensorError
 from ftruntime.demo import make_demo, write
 from ftruntime.demo.presets import demo_config
 from ftruntime.distribution import DEMO_DIRECTORY
+from ftruntime.tokenizer.fixed_texts import FIXED_TEXTS_FILE
 
 
 def fill(directory, force=True):
@@ -70,6 +71,26 @@ def beside_the_texts(demo):
     (demo / "encoding" / "mine.py").write_text("mine")
 
 
+def a_folder_for_the_texts(demo):
+    (demo / FIXED_TEXTS_FILE).unlink(missing_ok=True)
+    (demo / FIXED_TEXTS_FILE).mkdir(parents=True)
+    (demo / FIXED_TEXTS_FILE / "thesis.txt").write_text("mine")
+
+
+def large_texts(demo):
+    (demo / "encoding").mkdir(exist_ok=True)
+    with (demo / FIXED_TEXTS_FILE).open("wb") as file:
+        file.truncate(64_000_001)
+
+
+def texts_alone(demo):
+    for path in demo.iterdir():
+        if path.is_file():
+            path.unlink()
+    (demo / "encoding").mkdir(exist_ok=True)
+    (demo / FIXED_TEXTS_FILE).write_text("mine")
+
+
 def no_config(demo):
     (demo / "config.json").unlink()
     (demo / "tokenizer.json").write_text("{}")
@@ -79,6 +100,8 @@ def no_config(demo):
     ("change", "held"),
     [(other_model, "a config.json of another model"), (large, "more than 64 MB"),
      (folder, "tokenizer.json"), (beside_the_texts, "encoding/mine.py"),
+     (a_folder_for_the_texts, FIXED_TEXTS_FILE), (large_texts, "more than 64 MB"),
+     (texts_alone, FIXED_TEXTS_FILE),
      (no_config, "tokenizer.json")],
 )  # fmt: skip
 def test_what_is_not_a_demo_is_not_replaced(change, held, demo):

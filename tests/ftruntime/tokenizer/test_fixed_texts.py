@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from ftruntime.tokenizer.fixed_texts import FixedTexts
+from ftruntime.tokenizer import fixed_texts
+from ftruntime.tokenizer.fixed_texts import FIXED_TEXTS_FILE, FixedTexts
 
 WHOLE = 'TOOLS_TEMPLATE = "{tool_schemas}"\nresponse_format_template = "{schema}"\n'
 EFFORT = 'REASONING_EFFORT_MAX = "much"\n'
@@ -86,3 +88,37 @@ def test_a_pipe_is_refused_instead_of_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "encoding" / "encoding_dsv4.py")
     with pytest.raises(ValueError, match=r"encoding_dsv4\.py: not a regular file"):
         FixedTexts.from_dir(tmp_path)
+
+
+def _file_for_the_folder(path: Path) -> Path:
+    (path / "encoding").write_text("x")
+    return path / "encoding"
+
+
+def _link_to_itself(path: Path) -> Path:
+    (path / "encoding").symlink_to("encoding")
+    return path / "encoding"
+
+
+def _dangling_link(path: Path) -> Path:
+    (path / "encoding").mkdir()
+    (path / FIXED_TEXTS_FILE).symlink_to("gone")
+    return path / FIXED_TEXTS_FILE
+
+
+@pytest.mark.parametrize("damage", [_file_for_the_folder, _link_to_itself, _dangling_link])
+def test_what_is_damaged_does_not_pass_for_absent(
+    tmp_path: Path, damage: Callable[[Path], Path]
+) -> None:
+    named = damage(tmp_path)
+    with pytest.raises(ValueError, match=rf"{named}: not a .*, expected one or none"):
+        FixedTexts.from_dir(tmp_path)
+
+
+def test_neutral_texts_that_are_missing_are_not_promised(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fixed_texts, "DEMO_DIRECTORY", tmp_path / "installed")
+    with pytest.raises(ValueError, match=f"{tmp_path}/installed/{FIXED_TEXTS_FILE}: cannot be"):
+        FixedTexts.from_dir(tmp_path)
+    assert caplog.records == []
