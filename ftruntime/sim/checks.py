@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ftruntime.flags import flag_name, refuse
+from ftruntime.flags import refuse
 from ftruntime.kvcache.layout import pages_for
 from ftruntime.sim.cost import Cost
 from ftruntime.sim.workload import StallSpec
@@ -40,11 +40,13 @@ def _check_rows(stall: StallSpec, limits: SchedulerLimits) -> None:
 
 
 def _check_lengths(stall: StallSpec, cost: Cost, limits: SchedulerLimits) -> None:
-    """Attacker and victim are no longer than one request may be."""
+    """Attacker and victim are no longer than one request may be where that is less than the pages
+    hold.
+    """
+    longest = limits.max_model_len
+    if longest >= limits.num_pages * PAGE_TOKENS:
+        return
     (victim, *_), attacker = stall.arrivals(cost, limits.chunk_tokens)
-    capacity = limits.num_pages * PAGE_TOKENS
-    flag = "num_tokens" if capacity <= limits.max_model_len else "max_model_len"
-    longest = min(capacity, limits.max_model_len)
     for name, given, client in (
         ("prompt_tokens", stall.prompt_tokens, attacker),
         ("victim_tokens", stall.victim_tokens, victim),
@@ -52,10 +54,10 @@ def _check_lengths(stall: StallSpec, cost: Cost, limits: SchedulerLimits) -> Non
         beside = client.prompt_tokens + client.max_tokens - given
         if longest <= beside:
             what = f"the least that the {client.name.split()[0]} takes"
-            refuse(flag, longest, f"at least {beside + 1}, {what}")
+            refuse("max_model_len", longest, f"at least {beside + 1}, {what}")
         if given > longest - beside:
             refuse(
-                name, given, f"at most {longest - beside}, what {flag_name(flag)} {longest} holds "
+                name, given, f"at most {longest - beside}, what --max-model-len {longest} holds "
                 f"beside {beside} other tokens of the request",
             )  # fmt: skip
 
@@ -66,17 +68,24 @@ def _check_pages(stall: StallSpec, cost: Cost, limits: SchedulerLimits) -> None:
     Without a reserve the least is their prompts, and a page for the next token of each victim.
     """
     victims, attacker = stall.arrivals(cost, limits.chunk_tokens)
-    clients = (*victims, attacker)
-    needed = sum(pages_for(each.prompt_tokens + each.max_tokens) for each in clients)
-    held = "reserve together"
+    beside = sum(pages_for(each.prompt_tokens + each.max_tokens) for each in victims)
+    output, held = attacker.max_tokens, "reserve together"
     if limits.admission == "optimistic":
-        needed = sum(pages_for(each.prompt_tokens) for each in clients) + len(victims)
-        held = "hold together at the least"
-    if limits.num_pages < needed:
+        beside = sum(pages_for(each.prompt_tokens) + 1 for each in victims)
+        output, held = 0, "hold together at the least"
+    needed = beside + pages_for(attacker.prompt_tokens + output)
+    if limits.num_pages >= needed:
+        return
+    room = (limits.num_pages - beside) * PAGE_TOKENS - output
+    if attacker.prompt_tokens > limits.num_pages * PAGE_TOKENS - attacker.max_tokens and room > 0:
         refuse(
-            "num_tokens", limits.num_pages * PAGE_TOKENS,
-            f"at least {needed * PAGE_TOKENS}, what victims and attacker {held}",
+            "prompt_tokens", stall.prompt_tokens,
+            f"at most {room} beside the victims, or --num-tokens of {needed * PAGE_TOKENS}",
         )  # fmt: skip
+    refuse(
+        "num_tokens", limits.num_pages * PAGE_TOKENS,
+        f"at least {needed * PAGE_TOKENS}, what victims and attacker {held}",
+    )  # fmt: skip
 
 
 def _check_in_time(stall: StallSpec, cost: Cost, noise: float) -> None:

@@ -13,7 +13,8 @@ one without the attacker, a list of N bounded from below only, an attacker after
 out of that end, clients below the summary, defaults of `serve` in the help, no check of lengths or
 none of the victims', one token more or less, its output or the context's limit left out, the other
 flag named for it, a seed that asks for a trace or is taken where nothing is drawn or refused where
-a trace is, a trace beside flags of a random one, a preset silent of what it was cut from.
+a trace is, a trace beside flags of a random one, a preset silent of what it was cut from, a prompt
+told to be shorter that fits alone or where none would fit.
 """
 
 from __future__ import annotations
@@ -514,9 +515,25 @@ def test_the_result_is_printed_before_the_plot_fails(tmp_path, monkeypatch):
             "--num-tokens is 327680, expected at least 450944, what victims and attacker reserve ",
         ),
         (
-            ("--prompt-tokens", 327_678),
-            "--prompt-tokens is 327678, expected at most 327677, what --num-tokens 327680 holds "
-            "beside 3 other tokens of the request",
+            # a victim of 128 and 601 tokens takes 6 of 2560 pages
+            ("--prompt-tokens", 327_678, "--victim-tokens", 600),
+            "--prompt-tokens is 327678, expected at most 326909 beside the victims, or "
+            "--num-tokens of 328576",
+        ),
+        (
+            # its prompt, and a page for its next token
+            ("--prompt-tokens", 327_678, "--admission", "optimistic"),
+            "--prompt-tokens is 327678, expected at most 327424 beside the victims, or "
+            "--num-tokens of 327936",
+        ),
+        (
+            # no prompt would fit beside the victim
+            ("--prompt-tokens", 327_678, "--victim-tokens", 400_000),
+            "--num-tokens is 327680, expected at least 728064, what victims and attacker reserve ",
+        ),
+        (
+            ("--num-tokens", 128, "--prompt-tokens", 10, "--victim-tokens", 400),
+            "--num-tokens is 128, expected at least 768, what victims and attacker reserve ",
         ),
         (
             ("--prompt-tokens", 998, "--max-model-len", 1000),
