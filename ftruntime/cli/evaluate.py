@@ -22,8 +22,10 @@ from ftruntime.effective import idle_flags, inactive_line
 from ftruntime.evaluate.settings import (
     DEFAULT_CONTEXT,
     NEEDLES_HELP,
+    LengthLimit,
     eval_specs,
     help_sections,
+    length_limit,
     read_values,
     unused_flags,
 )
@@ -70,9 +72,10 @@ def evaluate(
     shape = checkpoint_shape(config)
     with refusals(USAGE):
         plan = resolve(config, shape, facts)
-        context = _context(given["context"], plan.max_model_len)
+        limit = length_limit(config, plan)
+        context = _context(given["context"], limit)
     longest = plan.max_model_len if needles else None
-    _check_text(text, str(given["text"]), Path(str(config.model)), longest)
+    _check_text(text, str(given["text"]), Path(str(config.model)), limit if needles else None)
     idle = {**idle_flags(config, plan), **unused_flags(config, needles=needles)}
     _tell_idle(config, idle)
     flags = {n: getattr(config, n) for n in sorted(config.explicit - idle.keys() - {"model"})}
@@ -109,27 +112,27 @@ def _read(path: int | str | None) -> str:
     return text
 
 
-def _context(given: int | str | None, longest: int) -> int:
-    most = longest - 1  # the engine generates one token behind a window
+def _context(given: int | str | None, limit: LengthLimit) -> int:
+    most = limit.longest - 1  # the engine generates one token behind a window
     if most < 2:
-        refuse("max-model-len", longest, "at least 3 to score a text")
+        refuse(limit.flag, limit.value, "at least 3 to score a text")
     if given is None:
         return min(DEFAULT_CONTEXT, most)
     if int(given) > most:
-        refuse("context", given, f"at most {most}, one less than the longest sequence served")
+        refuse("context", given, f"at most {most}, one less than the longest sequence by {limit}")
     return int(given)
 
 
-def _check_text(text: str, file: str, directory: Path, longest: int | None) -> None:
-    """What only the tokenizer can tell of the text; `longest` of a prompt with needles, if any."""
+def _check_text(text: str, file: str, directory: Path, limit: LengthLimit | None) -> None:
+    """What only the tokenizer can tell of the text; `limit` of a prompt with needles, if any."""
     from ftruntime.tokenizer.tokenizer import Tokenizer
 
     with refusals(FAILED):
         tokenizer = Tokenizer.from_dir(directory)
     with refusals(USAGE):
         ids = tokenizer.encode(text)
-        if longest is not None:
-            _check_room(len(ids), file, longest)
+        if limit is not None:
+            _check_room(len(ids), file, limit)
     added = tokenizer.backend.get_added_tokens_decoder()
     special = [added[i].content for i in ids if i in added]
     if special:
@@ -139,22 +142,22 @@ def _check_text(text: str, file: str, directory: Path, longest: int | None) -> N
         )  # fmt: skip
 
 
-def _check_room(num_tokens: int, file: str, longest: int) -> None:
+def _check_room(num_tokens: int, file: str, limit: LengthLimit) -> None:
     """There is room for needles, and a word of each distance that has none."""
     from ftruntime.evaluate.score import DISTANCES, LEAST_LENGTH, TEXT_OVER, short_of
 
     tokens = _counted(num_tokens, "token")
-    if longest < LEAST_LENGTH:
-        refuse("max-model-len", longest, f"at least {LEAST_LENGTH} with --needles")
+    if limit.longest < LEAST_LENGTH:
+        refuse(limit.flag, limit.value, f"at least {limit.least(LEAST_LENGTH)} with --needles")
     if num_tokens <= TEXT_OVER:
         held = f"{shown(file)} with {tokens}"
         raise ValueError(f"--text is {held}, expected more than {TEXT_OVER} with --needles")
     left_out: dict[tuple[bool, bool], list[str]] = {}
     for distance in DISTANCES:
-        left_out.setdefault(short_of(distance, num_tokens, longest), []).append(str(distance))
+        left_out.setdefault(short_of(distance, num_tokens, limit.longest), []).append(str(distance))
     for (by_text, by_length), distances in left_out.items():
         reasons = [f"--text has {tokens}"] * by_text
-        reasons += [f"--max-model-len is {longest}"] * by_length
+        reasons += [f"{flag_name(limit.flag)} is {limit.value}"] * by_length
         if reasons:
             _logger.warning(
                 "no needles %s tokens back: %s, too few",
@@ -166,7 +169,8 @@ def _run(
     config: RuntimeConfig, flags: Mapping[str, object], text: str, context: int,
     longest: int | None, given: Mapping[str, int | str | None],
 ) -> dict[str, object]:  # fmt: skip
-    """The values of a score; `flags` are those to show, `longest` as of `_check_text`."""
+    """The values of a score; `flags` are those to show, `longest` of a prompt with needles, if any.
+    """
     from ftruntime.evaluate import score
     from ftruntime.llm import LLM
 

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Final
 
 from ftruntime.config import RuntimeConfig
-from ftruntime.flags import FlagSpec, FlagValue, checked, parse, refuse
+from ftruntime.flags import FlagSpec, FlagValue, checked, flag_name, parse, refuse
+from ftruntime.kvcache.layout import pages_for
+from ftruntime.plan import Plan
+from ftruntime.types import PAGE_TOKENS
 
 DEFAULT_CONTEXT: Final = 2048  # tokens of a window
 CONTEXT: Final = FlagSpec(
@@ -70,6 +74,35 @@ def unused_flags(config: RuntimeConfig, *, needles: bool) -> dict[str, str]:
     if config.tensor_parallel_size == 1:
         reasons["stall_timeout_s"] = "there is one rank, which waits for no other"
     return {name: reasons[name] for name in sorted(config.explicit & reasons.keys())}
+
+
+@dataclass(frozen=True)
+class LengthLimit:
+    """What bounds prompt and answer together, and by which flag: in tokens or in pages."""
+
+    longest: int
+    flag: str
+    value: int
+
+    def __str__(self) -> str:
+        return f"{flag_name(self.flag)} {self.value}"
+
+    def least(self, tokens: int) -> int:
+        """The least value of the flag that has room for so many tokens."""
+        if self.flag == "max_model_len":
+            return tokens
+        pages = pages_for(tokens)
+        return pages if self.flag == "num_pages" else pages * PAGE_TOKENS
+
+
+def length_limit(config: RuntimeConfig, plan: Plan) -> LengthLimit:
+    """The limit of a plan: its KV capacity where nothing less was asked for."""
+    longest = plan.max_model_len
+    if "max_model_len" in config.explicit or longest < plan.num_tokens:
+        return LengthLimit(longest, "max_model_len", longest)
+    if "num_pages" in config.explicit:
+        return LengthLimit(longest, "num_pages", plan.num_pages)
+    return LengthLimit(longest, "num_tokens", plan.num_tokens)
 
 
 def help_sections() -> Mapping[str, tuple[str, ...]]:

@@ -6,7 +6,7 @@ shown with a value, a key shown, told from the environment or among the flags, f
 shown or not told, those of the plan or of ranks forgotten, those of decode always or never left
 out, needles' flags taken without needles; a byte order mark kept, or one that shifts where a byte
 is wrong; distances left out not in the values, or with a reason that does not bind, one window in
-the plural.
+the plural; another flag named for a length than the one that limits it, tokens told as pages.
 """
 
 from __future__ import annotations
@@ -113,7 +113,14 @@ def test_bits_are_those_of_transformers(demo, tmp_path):
         (("--text", "GOOD", "--context", "1"), "--context is 1, expected"),
         (("--text", "GOOD", "--context", "x"), "--context is x, expected"),
         (("--text", "GOOD", "--num-tokens", "1024", "--context", "1024"),
-         "--context is 1024, expected at most 1023, one less than the longest sequence served"),
+         "--context is 1024, expected at most 1023, one less than the longest sequence by "
+         "--num-tokens 1024"),
+        (("--text", "GOOD", "--num-pages", "8", "--context", "1024"),
+         "--context is 1024, expected at most 1023, one less than the longest sequence by "
+         "--num-pages 8"),
+        (("--text", "GOOD", "--num-pages", "8", "--context", "900", "--max-model-len", "900"),
+         "--context is 900, expected at most 899, one less than the longest sequence by "
+         "--max-model-len 900"),
         (("--text", "GOOD", "--needles", "--trials", "0"), "--trials is 0, expected an integer in"),
         (("--text", "GOOD", "--trials", "10"),
          "--trials is 10, expected it unset without --needles"),
@@ -171,9 +178,16 @@ def test_needles_without_room_are_refused_before_the_model_is_loaded(until_loade
     )
     done = until_loaded("a", "--needles")
     assert re.match(rf"--text is {path} with 1 token, expected", done.stderr)
-    done = until_loaded("in the end " * 20, "--needles", "--max-model-len", 449)
-    assert done.exit_code == 2
-    assert done.stderr == "--max-model-len is 449, expected at least 450 with --needles\n"
+    # 340 tokens of text, and 110 around them
+    for flag, value, least in (
+        ("--max-model-len", 449, 450), ("--num-tokens", 384, 512), ("--num-pages", 3, 4),
+    ):  # fmt: skip
+        done = until_loaded("in the end " * 20, "--needles", flag, value)
+        assert done.exit_code == 2
+        expected = f"{flag} is {value}, expected at least {least} with --needles"
+        assert done.stderr.splitlines()[-1].endswith(expected)
+        allowed = until_loaded("in the end " * 200, "--needles", flag, least)
+        assert isinstance(allowed.exception, Loaded)
 
 
 @pytest.mark.parametrize(
@@ -190,6 +204,8 @@ def test_needles_without_room_are_refused_before_the_model_is_loaded(until_loade
          ["no needles 1500 tokens back: --text has N tokens, too few",
           "no needles 2000, 3000 tokens back: --text has N tokens and --max-model-len is 2000, "
           "too few"]),
+        (9000, ("--num-pages", 16),
+         ["no needles 2000, 3000 tokens back: --num-pages is 16, too few"]),
         (9000, ("--num-tokens", 8192), []),
     ],
 )  # fmt: skip
