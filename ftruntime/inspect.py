@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, TextIO, cast
 
 from ftruntime.config import RuntimeConfig
@@ -61,10 +62,14 @@ def machine(
         refuse(name, value, "it unset with --device cpu")
     ranks = config.tensor_parallel_size
     count = int(number) if number is not None else ranks
-    if "tensor_parallel_size" not in config.explicit:
-        config = RuntimeConfig.from_dict({**config.to_dict(), "tensor_parallel_size": count})
     memory_bytes = int((_DEFAULT_CARD_GIB if gib is None else float(gib)) * _GIB)
-    return config, DeviceFacts(kind="cuda", cards=count, memory_bytes=memory_bytes)
+    facts = DeviceFacts(
+        kind="cuda", cards=count, memory_bytes=memory_bytes, cards_from="of --cards"
+    )  # fmt: skip
+    if "tensor_parallel_size" in config.explicit:
+        return config, facts
+    config = RuntimeConfig.from_dict({**config.to_dict(), "tensor_parallel_size": count})
+    return config, replace(facts, ranks_flag="cards")
 
 
 def _read(name: str, text: str | None, spec: FlagSpec) -> FlagValue:

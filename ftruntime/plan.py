@@ -37,6 +37,8 @@ class DeviceFacts:
     cards: int
     memory_bytes: int
     host_bytes: int | None = None
+    cards_from: str = "cards of this machine"  # as a refusal says it
+    ranks_flag: str = "tensor_parallel_size"  # which has set the ranks
 
 
 @dataclass(frozen=True, kw_only=True)

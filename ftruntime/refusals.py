@@ -35,9 +35,9 @@ def check_settings(config: RuntimeConfig, shape: ModelConfig, facts: DeviceFacts
     for name in ("num_attention_heads", "o_groups", "vocab_size", "moe_intermediate_size"):
         size = getattr(shape, name)
         if size % ranks:
-            refuse("tensor_parallel_size", ranks, f"a divisor of {name} ({size})")
+            refuse(facts.ranks_flag, ranks, f"a divisor of {name} ({size})")
     if facts.kind == "cuda" and ranks > facts.cards:
-        refuse("tensor_parallel_size", ranks, f"at most the {facts.cards} cards of this machine")
+        refuse("tensor_parallel_size", ranks, f"at most the {facts.cards} {facts.cards_from}")
     if config.kv_format == "fp8" and (shape.head_dim, shape.qk_rope_head_dim) != (512, 64):
         expected = (
             "bf16: fp8 rows need head_dim 512 and qk_rope_head_dim 64, this model has "

@@ -74,13 +74,13 @@ def evaluate(
         plan = resolve(config, shape, facts)
         limit = length_limit(config, plan)
         context = _context(given["context"], limit)
-    longest = plan.max_model_len if needles else None
-    _check_text(text, str(given["text"]), Path(str(config.model)), limit if needles else None)
+    of_needles = limit if needles else None
+    _check_text(text, str(given["text"]), Path(str(config.model)), of_needles)
     idle = {**idle_flags(config, plan), **unused_flags(config, needles=needles)}
     _tell_idle(config, idle)
     flags = {n: getattr(config, n) for n in sorted(config.explicit - idle.keys() - {"model"})}
     with refusals(FAILED):
-        values = _run(config, flags, text, context, longest, given)
+        values = _run(config, flags, text, context, of_needles, given)
     click.echo(json.dumps(values, allow_nan=False) if as_json else table(values))
 
 
@@ -167,26 +167,25 @@ def _check_room(num_tokens: int, file: str, limit: LengthLimit) -> None:
 
 def _run(
     config: RuntimeConfig, flags: Mapping[str, object], text: str, context: int,
-    longest: int | None, given: Mapping[str, int | str | None],
+    limit: LengthLimit | None, given: Mapping[str, int | str | None],
 ) -> dict[str, object]:  # fmt: skip
-    """The values of a score; `flags` are those to show, `longest` of a prompt with needles, if any.
-    """
+    """The values of a score; `flags` are those to show, `limit` as of `_check_text`."""
     from ftruntime.evaluate import score
     from ftruntime.llm import LLM
 
     began = time.monotonic()
-    every = {name: getattr(config, name) for name in config.explicit if name != "model"}
-    with LLM(config.model, **every) as llm, progress_bar("scoring") as progress:
+    every = {name: getattr(config, name) for name in config.explicit | {"model"}}
+    with LLM(**every) as llm, progress_bar("scoring") as progress:
         # enough to fill a step, and the bar moves
         together = min(config.max_running_requests, 4)
         result = score.score_text(
             llm, llm.tokenizer, text, context=context, together=together, progress=progress
         )
         recalls = None
-        if longest is not None:
+        if limit is not None:
             recalls = score.score_needles(
                 llm, llm.tokenizer, text, trials=int(given["trials"] or 1),
-                seed=int(given["seed"] or 0), longest=longest, progress=progress,
+                seed=int(given["seed"] or 0), longest=limit.longest, progress=progress,
                 together=config.max_running_requests,
             )  # fmt: skip
     return {

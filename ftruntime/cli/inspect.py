@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import sys
-from collections.abc import Iterator
 
 import click
 
@@ -15,9 +13,7 @@ from ftruntime import log
 from ftruntime.cli.common import checkpoint_shape, log_lines
 from ftruntime.cli.group import FAILED, USAGE, refusals
 from ftruntime.cli.sections import SectionedCommand
-from ftruntime.config import RuntimeConfig
 from ftruntime.effective import inactive_flags
-from ftruntime.flags import flag_name
 from ftruntime.options import flag_options, flag_sections, read_config
 from ftruntime.plan import resolve
 
@@ -45,8 +41,7 @@ def inspect(
     MODEL is a checkpoint directory, flash or pro; without one, the trained demo.
     """
     with refusals(USAGE):
-        given = read_config(params, model_dir)
-        config, facts = inspection.machine(given, cards, card_gib)
+        config, facts = inspection.machine(read_config(params, model_dir), cards, card_gib)
     log.setup()
     with refusals(FAILED):
         config = config.with_model()
@@ -55,7 +50,7 @@ def inspect(
         inspection.shape_of(str(config.model)) if builtin
         else checkpoint_shape(config, ", flash or pro")
     )  # fmt: skip
-    with refusals(USAGE), _as_given(cards, given):
+    with refusals(USAGE):
         plan = resolve(config, shape, facts, strict=False)
     log_lines((*plan.notes, *inactive_flags(config, plan)), plan.warnings)
     if not plan.fits and facts.kind == "cpu":
@@ -75,17 +70,3 @@ def inspect(
         click.echo(json.dumps(values))
     else:
         inspection.print_table(values, plan, sys.stdout)
-
-
-@contextlib.contextmanager
-def _as_given(cards: str | None, given: RuntimeConfig) -> Iterator[None]:
-    """A refusal names --cards where that has set the ranks, or bounds them."""
-    try:
-        yield
-    except ValueError as error:
-        if cards is None:
-            raise
-        said = str(error).replace("cards of this machine", "of --cards")
-        if "tensor_parallel_size" not in given.explicit:
-            said = said.replace(f"{flag_name('tensor_parallel_size')} is", "--cards is", 1)
-        raise ValueError(said) from error

@@ -27,6 +27,7 @@ from ftruntime.demo.presets import PRESETS, demo_config
 from ftruntime.options import flag_sections
 from ftruntime.tokenizer.fixed_texts import FIXED_TEXTS_FILE
 from ftruntime.types import EngineFailedError
+from tests.support.files import files_of
 
 _REPORT = (
     "--disable-pynccl --moe-backend offload --moe-cache-auto --kv-reserve-tokens 327680 "
@@ -286,8 +287,7 @@ def test_make_demo(tmp_path, monkeypatch):
 
 
 def contents(directory):
-    files = [path for path in directory.rglob("*") if path.is_file()]
-    return {str(path.relative_to(directory)): path.read_bytes() for path in files}
+    return {name: path.read_bytes() for name, path in files_of(directory).items()}
 
 
 def test_make_demo_copies_the_trained_one(tmp_path):

@@ -27,7 +27,6 @@ import pytest
 ROOT = Path(__file__).parents[2]
 MODEL = "demo"
 START_S = 120.0
-HELD = ("num_running", "num_waiting", "used_pages", "used_window_pages")
 Json = dict[str, Any]
 
 
@@ -105,15 +104,17 @@ class Live:
         return found[0]
 
     def wait_idle(self, timeout_s: float = 30) -> Json:
-        """One snapshot of the stats in which nothing runs or waits and every page is free."""
-        deadline = time.monotonic() + timeout_s
-        while True:
-            stats = self.stats()
-            assert stats["integrity"] == "ok", stats
-            if not any(stats[name] for name in HELD):
-                return stats
-            assert time.monotonic() < deadline, f"not idle after {timeout_s} s: {stats}"
-            time.sleep(0.02)
+        """The first stats in which nothing runs or waits; in them every page is free."""
+        seen: Json = {}
+
+        def idle() -> bool:
+            seen.update(self.stats())
+            return seen["num_running"] == 0 and seen["num_waiting"] == 0
+
+        until(idle, timeout_s, "requests still run")
+        assert (seen["used_pages"], seen["used_window_pages"]) == (0, 0), seen
+        assert seen["integrity"] == "ok", seen
+        return seen
 
     def engine_pids(self) -> list[int]:
         return children_of(self.process.pid)

@@ -21,6 +21,7 @@ from ftruntime.demo import make_demo
 from ftruntime.demo.vocabulary import ADDED_TOKENS, SPECIAL_TOKENS, readable_ids
 from ftruntime.model.config import ModelConfig
 from ftruntime.tokenizer.fixed_texts import FixedTexts
+from tests.support.files import files_of
 from tests.support.hf_model import build_hf
 
 PROMPTS = ("Hello", "x" * 40)
@@ -38,14 +39,8 @@ def tokenizer(demo):
     return Tokenizer.from_file(str(demo / "tokenizer.json"))
 
 
-def _files(directory):
-    return {
-        str(path.relative_to(directory)): path for path in directory.rglob("*") if path.is_file()
-    }
-
-
 def _digests(directory):
-    files = _files(directory).items()
+    files = files_of(directory).items()
     return {name: hashlib.sha256(file.read_bytes()).hexdigest() for name, file in files}
 
 
@@ -55,7 +50,7 @@ def test_files_have_the_mode_that_the_umask_leaves(tmp_path):
         make_demo(tmp_path / "demo", preset="tiny")
     finally:
         os.umask(before)
-    modes = {file.stat().st_mode & 0o777 for file in _files(tmp_path / "demo").values()}
+    modes = {file.stat().st_mode & 0o777 for file in files_of(tmp_path / "demo").values()}
     assert modes == {0o640}
 
 
@@ -72,7 +67,7 @@ def test_files_and_index(demo):
     assert shards == [
         f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)
     ]
-    assert _files(demo).keys() == {
+    assert files_of(demo).keys() == {
         *shards, "config.json", "generation_config.json", "tokenizer.json",
         "tokenizer_config.json", "model.safetensors.index.json", "encoding/encoding_dsv4.py",
     }  # fmt: skip
@@ -85,7 +80,7 @@ def test_files_and_index(demo):
                 stored[name] = shard
     assert stored == index["weight_map"]
     assert total == index["metadata"]["total_size"]
-    assert sum(file.stat().st_size for file in _files(demo).values()) < 40e6
+    assert sum(file.stat().st_size for file in files_of(demo).values()) < 40e6
 
 
 def test_chat_texts_come_along(demo, tmp_path, caplog):

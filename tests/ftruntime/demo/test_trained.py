@@ -11,6 +11,7 @@ from ftruntime import LLM
 from ftruntime.distribution import demo_directory
 from ftruntime.evaluate.score import score_needles, score_text
 from ftruntime.model.config import ModelConfig
+from tests.support.files import files_of
 
 # Genesis 27, which the training never saw; it scores near 1.1 bits a character, English near 4.4
 # by its letters alone
@@ -47,7 +48,7 @@ def llm():
 
 
 def test_it_is_small_and_says_where_it_comes_from():
-    files = [path for path in demo_directory().rglob("*") if path.is_file()]
+    files = files_of(demo_directory()).values()
     assert sum(file.stat().st_size for file in files) < 16_000_000
     assert "bible-kjv-text" in (demo_directory() / "NOTICE.md").read_text()
     config = ModelConfig.from_dir(demo_directory())
